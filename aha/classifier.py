@@ -94,7 +94,7 @@ class FrozenClassifier(nn.Module):
         mean, std = mean or known.get("mean"), std or known.get("std")
         size = image_size or known.get("input_size", (None,))[-2:]
         if mean is None or std is None or None in (size if isinstance(size, Sequence) else (size,)):
-            msg = f"{self.name} carries no timm configuration: pass mean=…, std=… (as used in its training) and image_size=…"
+            msg = f"{self.name} carries no timm configuration: pass mean=…, std=… (as in its training) and image_size=…"
             raise ValueError(msg)
         self.image_size: tuple[int, int] = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
@@ -152,9 +152,7 @@ class FrozenClassifier(nn.Module):
         if checkpoint_path is not None:
             _load_weights(model, checkpoint_path, name)
         embedded = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        classifier = cls(
-            model, image_size=size or embedded, link=link, class_names=class_names, copy_model=False
-        )
+        classifier = cls(model, image_size=size or embedded, link=link, class_names=class_names, copy_model=False)
         classifier.name = name
         classifier._config = {
             "name": name,
@@ -251,7 +249,9 @@ class FrozenClassifier(nn.Module):
         if missing:
             msg = f"Feature layers {missing} of {self.name} were not reached in its forward pass."
             raise ValueError(msg)
-        maps = tuple(self._to_nchw(captured[layer], self._token_grid(captured[layer], x)) for layer in self.feature_layers)
+        maps = tuple(
+            self._to_nchw(captured[layer], self._token_grid(captured[layer], x)) for layer in self.feature_layers
+        )
         return ClassifierOutput(logits, maps, maps[-1] if maps else x.new_zeros(len(x), 0, 1, 1))
 
     def probabilities(self, logits: Tensor) -> Tensor:

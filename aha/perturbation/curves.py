@@ -85,7 +85,12 @@ def deletion_insertion_curves(
             elif is_constant(kind):
                 scores = value(classifier(image[:1]).expand(batch, -1), targets)
             else:
-                scores = torch.cat([value(classifier(i), t) for i, t in zip(image.split(chunk_size), targets.split(chunk_size), strict=True)])
+                scores = torch.cat(
+                    [
+                        value(classifier(i), t)
+                        for i, t in zip(image.split(chunk_size), targets.split(chunk_size), strict=True)
+                    ]
+                )
             references[kind] = image, scores
         return references[kind]
 
@@ -99,7 +104,9 @@ def deletion_insertion_curves(
         ]
     )
     # One flat list of (curve, sample, point), so that chunks are full whatever the batch.
-    jobs = torch.cartesian_prod(torch.arange(2), torch.arange(batch), torch.tensor(interior, dtype=torch.long)).view(-1, 3)
+    jobs = torch.cartesian_prod(torch.arange(2), torch.arange(batch), torch.tensor(interior, dtype=torch.long)).view(
+        -1, 3
+    )
     counts_tensor = torch.tensor(list(counts), device=device)
     for chunk in jobs.to(device).split(chunk_size):
         curve, sample, point = chunk.unbind(1)

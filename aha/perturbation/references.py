@@ -44,7 +44,9 @@ def make_reference(images: Tensor, kind: Reference, *, data_mean: Tensor | None 
     if kind == "data_mean":
         return data_mean.to(images).expand_as(images)
     # Zero padding in normalised space is padding with the data mean in pixel space; the scale drops out.
-    return data_mean.to(images) + gaussian_blur2d(images - data_mean.to(images), (11, 11), (5.0, 5.0), border_type="constant")
+    return data_mean.to(images) + gaussian_blur2d(
+        images - data_mean.to(images), (11, 11), (5.0, 5.0), border_type="constant"
+    )
 
 
 def is_constant(kind: str) -> bool:

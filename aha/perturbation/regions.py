@@ -13,7 +13,9 @@ def sample_grid(low: int, high: int, *, generator: torch.Generator | None = None
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
-def sample_shift(grid: int, size: tuple[int, int], max_fraction: float, *, generator: torch.Generator | None = None) -> tuple[int, int]:
+def sample_shift(
+    grid: int, size: tuple[int, int], max_fraction: float, *, generator: torch.Generator | None = None
+) -> tuple[int, int]:
     """A shift ``(dy, dx)`` of the grid in pixels, uniform on ± ``max_fraction`` of one region's side."""
     reach = [round((side // grid) * max_fraction) for side in size]
     dy, dx = (int(torch.randint(-r, r + 1, (), generator=generator)) for r in reach)
@@ -38,7 +40,9 @@ def pool_scores(maps: Tensor, grid: int, *, shift: tuple[int, int] = (0, 0)) -> 
     return F.adaptive_avg_pool2d(translate(maps, shift), grid).flatten(1)
 
 
-def region_masks_to_pixels(masks: Tensor, grid: int, size: tuple[int, int], *, shift: tuple[int, int] = (0, 0), blur: bool = True) -> Tensor:
+def region_masks_to_pixels(
+    masks: Tensor, grid: int, size: tuple[int, int], *, shift: tuple[int, int] = (0, 0), blur: bool = True
+) -> Tensor:
     """Region masks as soft pixel masks: nearest upsampling, shifted back, blurred (σ 1, 7 taps, reflected), clamped.
 
     Args:
