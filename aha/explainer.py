@@ -1,13 +1,15 @@
-"""What every explainer is: images and targets in, signed maps at image resolution out."""
+"""What every explainer is: images and targets in, signed maps at image resolution out; and the amortized one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from aha.classifier import FrozenClassifier
+from aha.classifier import ClassifierOutput, FrozenClassifier
+from aha.head import AttributionHead
 
 Targets = int | Sequence[int] | Tensor | None
 
@@ -56,6 +58,97 @@ class Explainer:
 
     def _attribute(self, images: Tensor, targets: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+
+class Explanation(NamedTuple):
+    """Maps with the prediction they came from.
+
+    Attributes:
+        maps: attribution, ``(batch, 1, H, W)``, float32, signed.
+        logits: ``(batch, classes)``.
+        targets: classes explained, ``(batch,)``.
+    """
+
+    maps: Tensor
+    logits: Tensor
+    targets: Tensor
+
+
+class AmortizedExplainer(Explainer):
+    """A frozen classifier and a trained head: the map costs one forward pass, and the logits come with it.
+
+    Args:
+        classifier: the explained model, which is also the head's encoder.
+        width: channels of the head.
+        class_vector: ``"weights"`` conditions the head on the classifier's own weight row of the class,
+            ``"embedding"`` on a learned one.
+        evidence: add the classifier's own evidence map (class vector times final features) to the head's output.
+
+    Example:
+        >>> explainer = AmortizedExplainer(FrozenClassifier.from_timm("test_vit", pretrained=False))
+        >>> explainer.attribute(torch.rand(2, 3, 160, 160)).shape
+        torch.Size([2, 1, 160, 160])
+    """
+
+    name = "aha"
+
+    def __init__(
+        self,
+        classifier: FrozenClassifier,
+        *,
+        width: int = 96,
+        class_vector: Literal["weights", "embedding"] = "weights",
+        evidence: bool = True,
+    ) -> None:
+        super().__init__(classifier)
+        if class_vector not in ("weights", "embedding"):
+            msg = f"class_vector must be 'weights' or 'embedding', got {class_vector!r}."
+            raise ValueError(msg)
+        self.options: dict[str, Any] = {"width": width, "class_vector": class_vector, "evidence": evidence}
+        learned = class_vector == "embedding"
+        side = classifier.image_size[0]
+        self.head = AttributionHead(
+            classifier.feature_channels,
+            [round(side / grid[0]) for grid in classifier.feature_grids],
+            class_dim=0 if learned else classifier.class_weight.shape[1],
+            num_classes=classifier.num_classes if learned else None,
+            width=width,
+        ).to(self.device)
+
+    def to(self, device: torch.device | str) -> AmortizedExplainer:
+        """Move classifier and head."""
+        self.classifier.to(device)
+        self.head.to(device)
+        return self
+
+    def explain(self, images: Tensor, targets: Targets = None) -> Explanation:
+        """Maps and logits of a batch, from one pass; arguments as in :meth:`attribute`."""
+        images = as_images(images, self.device)
+        training = self.head.training
+        self.head.eval()
+        try:
+            with torch.no_grad():
+                output = self.encode(images)
+                targets = self.classifier.resolve_targets(targets, output.logits)
+                return Explanation(self.decode(output, images, targets).float(), output.logits, targets)
+        finally:
+            self.head.train(training)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> ClassifierOutput:
+        """Logits and features of images ``(batch, 3, H, W)`` in [0, 1]."""
+        return self.classifier.forward_features(images)
+
+    def decode(self, output: ClassifierOutput, images: Tensor, targets: Tensor) -> Tensor:
+        """Maps ``(batch, 1, H, W)`` of the targets ``(batch,)``; differentiable in the head's parameters."""
+        with torch.no_grad():
+            evidence = self.classifier.evidence(output.final, targets) if self.options["evidence"] else None
+            learned = self.options["class_vector"] == "embedding"
+            vectors = None if learned else self.classifier.class_vectors(targets)
+        return self.head(output.features, targets, images, class_vectors=vectors, evidence=evidence)
+
+    def _attribute(self, images: Tensor, targets: Tensor | None) -> Tensor:
+        return self.explain(images, targets).maps
 
 
 class CallableExplainer(Explainer):
