@@ -12,21 +12,25 @@ from aha.classifier import FrozenClassifier
 from aha.perturbation.ranking import pixel_ranks
 from aha.perturbation.references import Reference, is_constant, make_reference
 
+Score = Literal["probability", "accuracy"]
+
 
 class Curves(NamedTuple):
     """Scores along two perturbation paths.
 
     Attributes:
-        fractions: share of pixels deleted (or inserted), ``(K,)``.
+        fractions: share of pixels deleted, ``(K,)``; the same for insertion unless its counts were given apart.
         deletion: score with the most important pixels deleted, ``(batch, K)``.
         insertion: score with only the most important pixels shown, ``(batch, K)``.
         targets: classes scored, ``(batch,)``.
+        forwards: images that went through the classifier.
     """
 
     fractions: Tensor
     deletion: Tensor
     insertion: Tensor
     targets: Tensor
+    forwards: int = 0
 
 
 @torch.no_grad()
@@ -37,87 +41,115 @@ def deletion_insertion_curves(
     targets: Tensor | None = None,
     *,
     counts: Sequence[int],
+    insertion_counts: Sequence[int] | None = None,
     deletion_reference: Reference = "mean",
     insertion_reference: Reference = "mean",
-    score: Literal["probability", "accuracy"] = "probability",
+    score: Score = "probability",
     chunk_size: int = 64,
     clean_logits: Tensor | None = None,
+    constant_logits: dict[tuple, Tensor] | None = None,
 ) -> Curves:
     """Score images whose pixels are deleted, or inserted, in the order of a map.
 
-    Where ``counts`` contains no pixel or all pixels, the image is the clean one or the reference: those are
-    classified once and shared by both curves, a constant reference once for the whole batch.
+    No image is classified twice: where counts contain no pixel or all pixels, the image is the clean one or the
+    reference, classified once for both curves (a constant reference once for the whole batch), and repeated counts
+    (small images) share one image.
 
     Args:
         classifier: the explained model.
         images: ``(batch, 3, H, W)`` in [0, 1].
         maps: ``(batch, 1, H, W)``, finite.
         targets: ``(batch,)``; default: the predicted class of the clean image.
-        counts: numbers of pixels, increasing; see :func:`~aha.perturbation.ranking.fractions_to_counts`.
+        counts: numbers of pixels deleted; see :func:`~aha.perturbation.ranking.fractions_to_counts`. Empty for no
+            deletion curve.
+        insertion_counts: numbers of pixels inserted; default: the same. Empty for no insertion curve.
         deletion_reference: replaces deleted pixels.
         insertion_reference: what insertion starts from.
-        score: probability of the target, or whether it is the arg max (1 or 0).
+        score: probability of the target, or whether the image is classified as the target (1 or 0): arg max, for a
+            sigmoid link a probability above ½ (inferred: no source states it).
         chunk_size: images per classifier forward.
         clean_logits: ``(batch, classes)`` of the clean images, where already at hand.
+        constant_logits: a dictionary kept between calls, so that constant references are classified once in a run.
     """
     batch, _, height, width = images.shape
     pixels = height * width
     device = images.device
-    ranks = pixel_ranks(maps.to(device))
-    if clean_logits is None:
-        clean_logits = torch.cat([classifier(chunk) for chunk in images.split(chunk_size)])
-    targets = clean_logits.argmax(-1) if targets is None else targets.to(device)
+    forwards = 0
+
+    def classify(pictures: Tensor) -> Tensor:
+        nonlocal forwards
+        forwards += len(pictures)
+        return classifier(pictures)
 
     def value(logits: Tensor, of: Tensor) -> Tensor:
-        if score == "accuracy":
-            return (logits.argmax(-1) == of).float()
-        return classifier.target_probability(logits, of)
+        if score == "probability":
+            return classifier.target_probability(logits, of)
+        if classifier.link == "sigmoid":
+            return (classifier.target_probability(logits, of) > 0.5).float()
+        return (logits.argmax(-1) == of).float()
 
-    references: dict[str, tuple[Tensor, Tensor]] = {}
-    interior = [k for k, count in enumerate(counts) if 0 < count < pixels]
+    counts = [int(c) for c in counts]
+    insertion_counts = counts if insertion_counts is None else [int(c) for c in insertion_counts]
+    needs_clean = targets is None or 0 in counts or pixels in insertion_counts
+    if clean_logits is None and needs_clean:
+        clean_logits = torch.cat([classify(chunk) for chunk in images.split(chunk_size)])
+    targets = clean_logits.argmax(-1) if targets is None else targets.to(device)
+    kinds = (deletion_reference, insertion_reference)
+    references = {kind: make_reference(images, kind, data_mean=classifier.mean) for kind in set(kinds)}
 
-    def reference(kind: Reference) -> tuple[Tensor, Tensor]:
-        """The reference images and their scores."""
-        if kind not in references:
-            image = make_reference(images, kind, data_mean=classifier.mean)
-            if len(interior) == len(counts):
-                scores = clean_logits.new_zeros(batch)
-            elif is_constant(kind):
-                scores = value(classifier(image[:1]).expand(batch, -1), targets)
-            else:
-                scores = torch.cat(
-                    [
-                        value(classifier(i), t)
-                        for i, t in zip(image.split(chunk_size), targets.split(chunk_size), strict=True)
-                    ]
-                )
-            references[kind] = image, scores
-        return references[kind]
-
-    clean = value(clean_logits, targets)
-    deleted, inserted = reference(deletion_reference), reference(insertion_reference)
-    empty = [count == 0 for count in counts]
-    curves = torch.stack(
-        [
-            torch.stack([clean if e else deleted[1] for e in empty], 1),
-            torch.stack([inserted[1] if e else clean for e in empty], 1),
-        ]
-    )
-    # One flat list of (curve, sample, point), so that chunks are full whatever the batch.
-    jobs = torch.cartesian_prod(torch.arange(2), torch.arange(batch), torch.tensor(interior, dtype=torch.long)).view(
-        -1, 3
-    )
-    counts_tensor = torch.tensor(list(counts), device=device)
-    for chunk in jobs.to(device).split(chunk_size):
-        curve, sample, point = chunk.unbind(1)
-        first = (ranks[sample] < counts_tensor[point, None]).view(-1, 1, height, width)
-        is_insertion = curve.view(-1, 1, 1, 1).bool()
-        picture = images[sample]
-        if deletion_reference == insertion_reference:
-            fill = deleted[0][sample]
+    # What is asked of each curve: scores of the clean image, of the reference, or of a mixture.
+    wanted = (sorted(set(counts)), sorted(set(insertion_counts)))
+    scores: list[dict[int, Tensor]] = [{}, {}]
+    if clean_logits is not None:
+        clean = value(clean_logits, targets)
+        scores[0][0] = scores[1][pixels] = clean
+    needs_reference = {kinds[0]} if pixels in wanted[0] else set()
+    needs_reference |= {kinds[1]} if 0 in wanted[1] else set()
+    for kind in needs_reference:
+        image = references[kind]
+        if is_constant(kind):
+            key = (kind, height, width)
+            cache = {} if constant_logits is None else constant_logits
+            if key not in cache:
+                cache[key] = classify(image[:1])
+            ends = value(cache[key].expand(batch, -1), targets)
         else:
-            fill = torch.where(is_insertion, inserted[0][sample], deleted[0][sample])
-        # Deletion hides the first pixels, insertion shows only them.
-        perturbed = torch.where(first ^ is_insertion, fill, picture)
-        curves[curve, sample, point] = value(classifier(perturbed), targets[sample]).to(curves.dtype)
-    return Curves(counts_tensor / pixels, curves[0], curves[1], targets)
+            ends = torch.cat(
+                [value(classify(i), t) for i, t in zip(image.split(chunk_size), targets.split(chunk_size), strict=True)]
+            )
+        for curve, count in ((0, pixels), (1, 0)):
+            if kinds[curve] == kind:
+                scores[curve][count] = ends
+
+    # One flat list of (sample, curve, count), so that chunks are full whatever the batch.
+    interior = [(curve, count) for curve in (0, 1) for count in wanted[curve] if 0 < count < pixels]
+    if interior and batch:
+        ranks = pixel_ranks(maps.to(device)).int().view(batch, 1, height, width)
+        points = torch.tensor(interior, device=device)
+        flat = torch.empty(batch * len(interior), dtype=torch.float32, device=device)
+        for start in range(0, len(flat), chunk_size):
+            job = torch.arange(start, min(start + chunk_size, len(flat)), device=device)
+            sample = job.div(len(interior), rounding_mode="floor")
+            curve, count = points[job % len(interior)].view(-1, 2, 1, 1, 1).unbind(1)
+            first = ranks[sample] < count
+            inserting = curve.bool()
+            fill = _fill(references[kinds[0]], kinds[0], sample)
+            if kinds[0] != kinds[1]:
+                fill = torch.where(inserting, _fill(references[kinds[1]], kinds[1], sample), fill)
+            # Deletion hides the first pixels, insertion shows only them.
+            perturbed = torch.where(first ^ inserting, fill, images[sample])
+            flat[job] = value(classify(perturbed), targets[sample]).float()
+        for (curve, count), column in zip(interior, flat.view(batch, -1).unbind(1), strict=True):
+            scores[curve][count] = column
+
+    def gather(curve: int, asked: Sequence[int]) -> Tensor:
+        columns = [scores[curve][count] for count in asked]
+        return torch.stack(columns, 1) if columns else images.new_zeros(batch, 0, dtype=torch.float32)
+
+    fractions = torch.tensor(counts, device=device) / pixels
+    return Curves(fractions, gather(0, counts), gather(1, insertion_counts), targets, forwards)
+
+
+def _fill(reference: Tensor, kind: str, sample: Tensor) -> Tensor:
+    """The reference of each sample; a constant one is one broadcast image, not a copy per sample."""
+    return reference[:1] if is_constant(kind) else reference[sample]

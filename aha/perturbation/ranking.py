@@ -11,14 +11,17 @@ from torch import Tensor
 def pixel_ranks(maps: Tensor) -> Tensor:
     """Rank of every pixel, 0 = most important; ties keep row-major order (stable sort), float32 throughout.
 
+    NaN counts as least important, so that a broken map can't win by its broken pixels.
+
     Args:
-        maps: ``(batch, 1, H, W)``, signed; finite.
+        maps: ``(batch, 1, H, W)``, signed.
 
     Returns:
         ``(batch, H·W)``, int64.
     """
     flat = maps.flatten(1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
+    flat = flat.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = flat.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(flat.shape[1], device=flat.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)

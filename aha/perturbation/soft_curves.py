@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from aha.classifier import FrozenClassifier
 from aha.perturbation.regions import region_masks_to_pixels
@@ -41,21 +42,23 @@ def soft_scores(
         chunk_size: images per classifier forward.
 
     Returns:
-        ``(batch, K)``, float32.
+        ``(batch, K)``, float32 (float64 of a float64 classifier).
     """
     batch, count, regions = masks.shape
     samples = torch.arange(batch, device=masks.device).repeat_interleave(count)
     targets = targets.view(batch, -1)
     size = (images.shape[-2], images.shape[-1])
+    difference = reference - images
 
     def score(flat: Tensor, start: int) -> Tensor:
         of = samples[start : start + len(flat)]
         mask = region_masks_to_pixels(flat[:, None], grid, size, shift=shift, blur=blur)
         # One addition per pixel and no third image in memory: x + (r − x)·M.
-        perturbed = torch.addcmul(images[of], (reference - images)[of], mask)
+        perturbed = torch.addcmul(images[of], difference[of], mask)
         return classifier.probabilities(classifier(perturbed)).gather(1, targets[of]).mean(1)
 
     flat = masks.reshape(-1, regions)
+    flat = flat if torch.is_grad_enabled() else flat.detach()
     return _ChunkedScores.apply(flat, score, chunk_size).view(batch, count)
 
 
@@ -78,6 +81,7 @@ class _ChunkedScores(torch.autograd.Function):
         return torch.cat(scores)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001
         (jacobian,) = ctx.saved_tensors
         return grad[:, None] * jacobian, None, None
