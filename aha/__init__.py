@@ -2,6 +2,7 @@
 
 from aha.classifier import FrozenClassifier
 from aha.explainer import AmortizedExplainer, CallableExplainer, Explainer
+from aha.export.artifact import load_explainer as load
 
-__all__ = ["AmortizedExplainer", "CallableExplainer", "Explainer", "FrozenClassifier"]
+__all__ = ["AmortizedExplainer", "CallableExplainer", "Explainer", "FrozenClassifier", "load"]
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,6 +85,10 @@ class AmortizedExplainer(Explainer):
             ``"embedding"`` on a learned one.
         evidence: add the classifier's own evidence map (class vector times final features) to the head's output.
 
+    Attributes:
+        options: the three above, as passed.
+        record: ``"training"`` summary and ``"metrics"`` of the artefact it was loaded from, else empty.
+
     Example:
         >>> explainer = AmortizedExplainer(FrozenClassifier.from_timm("test_vit", pretrained=False))
         >>> explainer.attribute(torch.rand(2, 3, 160, 160)).shape
@@ -105,6 +110,7 @@ class AmortizedExplainer(Explainer):
             msg = f"class_vector must be 'weights' or 'embedding', got {class_vector!r}."
             raise ValueError(msg)
         self.options: dict[str, Any] = {"width": width, "class_vector": class_vector, "evidence": evidence}
+        self.record: dict[str, Any] = {}
         learned = class_vector == "embedding"
         side = classifier.image_size[0]
         self.head = AttributionHead(
@@ -146,6 +152,19 @@ class AmortizedExplainer(Explainer):
             learned = self.options["class_vector"] == "embedding"
             vectors = None if learned else self.classifier.class_vectors(targets)
         return self.head(output.features, targets, images, class_vectors=vectors, evidence=evidence)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        training: dict[str, Any] | None = None,
+        metrics: dict[str, Any] | None = None,
+        with_backbone: bool = False,
+    ) -> Path:
+        """Write an artefact that :func:`aha.load` reads; see :func:`aha.export.save_artifact`."""
+        from aha.export.artifact import save_artifact  # a floor above this one
+
+        return save_artifact(self, folder, training=training, metrics=metrics, with_backbone=with_backbone)
 
     def _attribute(self, images: Tensor, targets: Tensor | None) -> Tensor:
         return self.explain(images, targets).maps
