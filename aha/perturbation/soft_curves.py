@@ -73,8 +73,8 @@ class _ChunkedScores(torch.autograd.Function):
             chunk = masks[start : start + chunk_size].detach().requires_grad_(need)
             with torch.set_grad_enabled(need):
                 value = score(chunk, start)
-            if need:
-                jacobian.append(torch.autograd.grad(value.sum(), chunk)[0])
+                if need:
+                    jacobian.append(torch.autograd.grad(value.sum(), chunk)[0])
             scores.append(value.detach())
         if need:
             ctx.save_for_backward(torch.cat(jacobian))
