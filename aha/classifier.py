@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
+import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.models import load_checkpoint
+from timm.layers import PatchEmbed
+from timm.models import load_checkpoint, resolve_model_input_args
 from torch import Tensor, nn
 
 NUM_DEPTHS = 4
@@ -50,6 +52,7 @@ class FrozenClassifier(nn.Module):
         class_layer: for a module that is not a timm model, the name of its last linear layer (class vectors).
         num_prefix_tokens: for a module that is not a timm model and yields tokens, how many precede the patches.
         class_names: one name per class, for display.
+        name: how messages name the classifier; default: the model's type.
         copy_model: freeze a copy, so that the module passed in stays as it was.
 
     Raises:
@@ -74,6 +77,7 @@ class FrozenClassifier(nn.Module):
         class_layer: str | None = None,
         num_prefix_tokens: int | None = None,
         class_names: Sequence[str] | None = None,
+        name: str | None = None,
         copy_model: bool = True,
     ) -> None:
         super().__init__()
@@ -81,22 +85,25 @@ class FrozenClassifier(nn.Module):
             msg = f"link must be 'softmax' or 'sigmoid', got {link!r}."
             raise ValueError(msg)
         self.model = copy.deepcopy(model) if copy_model else model
-        self.name = type(model).__name__
+        known = resolve_model_data_config(model) if hasattr(model, "pretrained_cfg") else {}
+        self.name = name or type(model).__name__
         self.link = link
         self.feature_layers = tuple(feature_layers)
         self.class_layer = class_layer
         self.class_names = None if class_names is None else list(class_names)
         self._config: dict[str, Any] | None = None
-        self._fingerprint: str | None = None
         self._is_timm = hasattr(model, "forward_intermediates") and hasattr(model, "forward_head")
 
-        known = resolve_model_data_config(model) if hasattr(model, "pretrained_cfg") else {}
-        mean, std = mean or known.get("mean"), std or known.get("std")
-        size = image_size or known.get("input_size", (None,))[-2:]
-        if mean is None or std is None or None in (size if isinstance(size, Sequence) else (size,)):
+        mean = known.get("mean") if mean is None else mean
+        std = known.get("std") if std is None else std
+        size = known["input_size"][-2:] if image_size is None and known else image_size
+        if mean is None or std is None or size is None:
             msg = f"{self.name} carries no timm configuration: pass mean=…, std=… (as in its training) and image_size=…"
             raise ValueError(msg)
-        self.image_size: tuple[int, int] = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+        if len(mean) != 3 or len(std) != 3:
+            msg = f"{self.name} must take RGB images: mean and std need three values, got {mean} and {std}."
+            raise ValueError(msg)
+        self.image_size: tuple[int, int] = _pair(size)
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(1, 3, 1, 1), persistent=False)
 
@@ -113,7 +120,7 @@ class FrozenClassifier(nn.Module):
         name: str,
         *,
         pretrained: bool = True,
-        checkpoint_path: str | None = None,
+        checkpoint_path: str | Path | None = None,
         image_size: int | Sequence[int] | None = None,
         link: Literal["softmax", "sigmoid"] = "softmax",
         class_names: Sequence[str] | None = None,
@@ -122,11 +129,12 @@ class FrozenClassifier(nn.Module):
         """Build a timm classifier by name, for instance ``"vit_base_patch16_224.augreg2_in21k_ft_in1k"``.
 
         Args:
-            name: a timm model name with an optional pretrained tag.
+            name: a timm model name with an optional pretrained tag, ``hf-hub:owner/name``, or ``local-dir:folder``.
             pretrained: load the tag's weights from the hub (cached by timm).
             checkpoint_path: local weights (``.safetensors``, ``.pth``, …; never unpickled) in place of the hub's;
                 ``package:NAME/inner/path`` names a file inside an installed package.
-            image_size: side or ``(height, width)``; position embeddings are resampled where the model has them.
+            image_size: side or ``(height, width)``; position embeddings are resampled where the model has them, those
+                in a local file, too.
             link: ``"softmax"`` or ``"sigmoid"``.
             class_names: one name per class, for display.
             model_kwargs: passed to ``timm.create_model``, for instance ``num_classes=10``.
@@ -135,38 +143,31 @@ class FrozenClassifier(nn.Module):
             ValueError: unknown name (the nearest are offered), weights that don't fit, or a size that can't be taken.
             ConnectionError: the hub can't be reached and nothing is cached.
         """
-        base = name.split(".")[0].removeprefix("timm/")
-        if "/" not in base and ":" not in name and not timm.is_model(base):
-            near = difflib.get_close_matches(base, timm.list_models(), n=4, cutoff=0.4)
-            msg = f"timm has no model {name!r}. Nearest: {', '.join(near) or 'none'}. See timm.list_models('*vit*')."
-            raise ValueError(msg)
+        name = name.removeprefix("timm/")
+        _check_name(name)
         if checkpoint_path is not None:
             pretrained = False
-        size = (image_size, image_size) if isinstance(image_size, int) else image_size
-        size = None if size is None else [int(side) for side in size]
-        kwargs = dict(model_kwargs)
-        default = timm.get_pretrained_cfg(name.removeprefix("timm/")) if ":" not in name else None
-        if size is not None and default is not None and default.fixed_input_size:
-            kwargs["img_size"] = tuple(size)
-        model = _create(name, pretrained=pretrained, **kwargs)
+        size = None if image_size is None else _pair(image_size)
+        model = _create(name, pretrained=pretrained, size=size, **model_kwargs)
         if checkpoint_path is not None:
             _load_weights(model, checkpoint_path, name)
         embedded = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        classifier = cls(model, image_size=size or embedded, link=link, class_names=class_names, copy_model=False)
-        classifier.name = name
+        classifier = cls(
+            model, image_size=size or embedded, link=link, class_names=class_names, name=name, copy_model=False
+        )
         classifier._config = {
             "name": name,
             "pretrained": pretrained,
-            "checkpoint_path": checkpoint_path,
-            "image_size": size,
+            "checkpoint_path": None if checkpoint_path is None else str(checkpoint_path),
+            "image_size": None if size is None else list(size),
             "link": link,
             "class_names": classifier.class_names,
-            "model_kwargs": model_kwargs,
+            "model_kwargs": copy.deepcopy(model_kwargs),
         }
         return classifier
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], *, checkpoint_path: str | None = None) -> FrozenClassifier:
+    def from_config(cls, config: dict[str, Any], *, checkpoint_path: str | Path | None = None) -> FrozenClassifier:
         """Rebuild a classifier from :meth:`config` and verify that its weights are the recorded ones.
 
         Args:
@@ -205,43 +206,45 @@ class FrozenClassifier(nn.Module):
         return copy.deepcopy(self._config) | {"fingerprint": self.fingerprint()}
 
     def fingerprint(self) -> str:
-        """SHA-256 over names, shapes and values of the model's weights and buffers (hex; computed once)."""
-        if self._fingerprint is None:
-            digest = hashlib.sha256()
-            for key, value in sorted(self.model.state_dict().items()):
-                digest.update(f"{key}{tuple(value.shape)}".encode())
-                digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        """SHA-256 over names, shapes and values of the model's weights and buffers, as they are now (hex).
+
+        About a second per gigabyte of weights.
+        """
+        digest = hashlib.sha256()
+        for key, value in sorted(self.model.state_dict().items()):
+            digest.update(f"{key}{tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def train(self, mode: bool = True) -> FrozenClassifier:  # noqa: ARG002
         """Stay in eval mode, whatever a parent module asks for."""
         return super().train(False)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Map images from [0, 1] to the model's own input space, ``(batch, 3, H, W)`` both."""
-        return (images - self.mean) / self.std
+        """Map images from [0, 1] to the model's own input space and precision, ``(batch, 3, H, W)`` both."""
+        return ((images - self.mean) / self.std).to(self.mean.dtype)
 
     def forward(self, images: Tensor) -> Tensor:
         """Class logits ``(batch, classes)`` of images ``(batch, 3, H, W)`` in [0, 1]."""
-        return _first(self.model(self.normalize(images)))
+        return self._tensor(self.model(self.normalize(images)))
 
     def forward_features(self, images: Tensor) -> ClassifierOutput:
         """Logits and feature maps of images ``(batch, 3, H, W)`` in [0, 1], from one pass."""
         x = self.normalize(images)
         if self._is_timm:
             final, maps = self.model.forward_intermediates(x, indices=self.feature_indices, output_fmt="NCHW")
-            logits = _first(self.model.forward_head(final))
-            grid = maps[-1].shape[-2:]
+            final = self._tensor(final, "final feature map")
+            logits = self._tensor(self.model.forward_head(final))
+            grid = (maps[-1].shape[-2], maps[-1].shape[-1])
             return ClassifierOutput(logits, tuple(maps), self._to_nchw(final, grid))
         captured: dict[str, Tensor] = {}
         layers = {layer: self.model.get_submodule(layer) for layer in self.feature_layers}
         handles = [
-            module.register_forward_hook(lambda _m, _i, out, layer=layer: captured.__setitem__(layer, _first(out)))
+            module.register_forward_hook(lambda _m, _i, out, layer=layer: captured.__setitem__(layer, out))
             for layer, module in layers.items()
         ]
         try:
-            logits = _first(self.model(x))
+            logits = self._tensor(self.model(x))
         finally:
             for handle in handles:
                 handle.remove()
@@ -249,14 +252,13 @@ class FrozenClassifier(nn.Module):
         if missing:
             msg = f"Feature layers {missing} of {self.name} were not reached in its forward pass."
             raise ValueError(msg)
-        maps = tuple(
-            self._to_nchw(captured[layer], self._token_grid(captured[layer], x)) for layer in self.feature_layers
-        )
+        outputs = [self._tensor(captured[layer], f"output of {layer}") for layer in self.feature_layers]
+        maps = tuple(self._to_nchw(output, self._token_grid(output, x)) for output in outputs)
         return ClassifierOutput(logits, maps, maps[-1] if maps else x.new_zeros(len(x), 0, 1, 1))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Class probabilities ``(batch, classes)`` by the link, in float32."""
-        logits = logits.float()
+        """Class probabilities ``(batch, classes)`` by the link, in float32 (float64 stays)."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.softmax(-1) if self.link == "softmax" else logits.sigmoid()
 
     def target_probability(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -276,8 +278,12 @@ class FrozenClassifier(nn.Module):
         batch, classes = logits.shape
         if targets is None:
             return logits.argmax(-1)
-        resolved = torch.as_tensor(targets, device=logits.device)
-        if resolved.is_floating_point() or resolved.dtype == torch.bool:
+        try:
+            resolved = torch.as_tensor(targets)
+        except (TypeError, ValueError, RuntimeError) as error:
+            msg = f"targets must be class indices (integers), got {targets!r}."
+            raise ValueError(msg) from error
+        if resolved.is_floating_point() or resolved.is_complex() or resolved.dtype == torch.bool:
             msg = f"targets must be class indices (integers), got {resolved.dtype}."
             raise ValueError(msg)
         resolved = resolved.long()
@@ -286,11 +292,12 @@ class FrozenClassifier(nn.Module):
         if resolved.shape != (batch,):
             msg = f"targets must be one index or one per image ({batch}), got shape {tuple(resolved.shape)}."
             raise ValueError(msg)
+        # Checked where the targets come from: no device has to be waited for unless they lie on one.
         outside = resolved[(resolved < 0) | (resolved >= classes)]
         if outside.numel():
             msg = f"target {int(outside[0])} is out of range: {self.name} has classes 0…{classes - 1}."
             raise ValueError(msg)
-        return resolved
+        return resolved.to(logits.device)
 
     @property
     def class_weight(self) -> Tensor:
@@ -302,9 +309,12 @@ class FrozenClassifier(nn.Module):
             layers = (self.model.get_submodule(self.class_layer),) if self.class_layer else ()
         weights = [layer.weight.flatten(1) for layer in layers if hasattr(layer, "weight")]
         if not weights:
-            msg = f"{self.name} has no linear classifier to take class vectors from: use class_vector='embedding'."
+            msg = (
+                f"{self.name} has no linear classifier to take class vectors from: "
+                "use class_vector='embedding' and evidence=False."
+            )
             raise ValueError(msg)
-        return torch.stack(weights).mean(0)
+        return weights[0] if len(weights) == 1 else torch.stack(weights).mean(0)
 
     def class_vectors(self, targets: Tensor) -> Tensor:
         """The classifier's weight rows of the targets, ``(batch, dimension)``; targets ``(batch,)``."""
@@ -331,8 +341,14 @@ class FrozenClassifier(nn.Module):
                 positions = positions[:, None].expand(-1, self.num_prefix_tokens + 1, -1)
             else:
                 positions = positions[:, :, None, None] if self._layout == "NCHW" else positions[:, None, None, :]
-            positions = _first(self.model.forward_head(positions, pre_logits=True))
+            positions = self._tensor(self.model.forward_head(positions, pre_logits=True))
         vectors = self.class_vectors(targets).to(positions.dtype)
+        if positions.shape[-1] != vectors.shape[-1]:
+            msg = (
+                f"The last feature layer of {self.name} has {positions.shape[-1]} channels, its class vectors have "
+                f"{vectors.shape[-1]}: name the layer that the classifier pools as the last of feature_layers."
+            )
+            raise ValueError(msg)
         positions = positions.reshape(batch, height * width, -1)
         return torch.einsum("bnd,bd->bn", positions, vectors).view(batch, 1, height, width)
 
@@ -341,30 +357,61 @@ class FrozenClassifier(nn.Module):
         self.feature_indices = self._pick_depths() if self._is_timm else []
         self._layout = "NCHW"
         height, width = self.image_size
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        image = self.mean.expand(1, 3, height, width).to(device)
-        self.to(device)
+        weight = next((p for p in self.model.parameters() if p.is_floating_point()), self.mean)
+        self.to(weight.device, weight.dtype)
         if getattr(self.model, "num_classes", None) == 0:
             msg = (
                 f"{self.name} is a headless backbone (num_classes=0): there is no class to explain. Pass num_classes=… "
                 "with checkpoint_path=… of a trained head, or use it as the encoder of an explainer instead."
             )
             raise ValueError(msg)
+        self._check_patches()
         try:
             with torch.no_grad():
-                output = self.forward_features(image)
-        except (AssertionError, RuntimeError) as error:
+                output = self.forward_features(self.mean.expand(1, 3, height, width))
+        except (AssertionError, RuntimeError, IndexError, ZeroDivisionError) as error:
             msg = f"{self.name} can't take images of {height}×{width}: {error}"
             raise ValueError(msg) from error
         if output.logits.ndim != 2:
             msg = f"{self.name} returned {tuple(output.logits.shape)}, expected logits (batch, classes)."
             raise ValueError(msg)
         self.num_classes = output.logits.shape[-1]
+        if self.num_classes == 1 and self.link == "softmax":
+            msg = f"{self.name} has a single logit, whose softmax is always 1: pass link='sigmoid'."
+            raise ValueError(msg)
         self.feature_channels = tuple(f.shape[1] for f in output.features)
         self.feature_grids = tuple((f.shape[-2], f.shape[-1]) for f in output.features)
         if self.class_names is not None and len(self.class_names) != self.num_classes:
             msg = f"{len(self.class_names)} class names for {self.num_classes} classes of {self.name}."
             raise ValueError(msg)
+
+    def _check_patches(self) -> None:
+        """A patch embedding drops the rows and columns that don't fill a patch: those pixels would not be seen."""
+        embed = getattr(self.model, "patch_embed", None)
+        if not isinstance(embed, PatchEmbed) or getattr(embed, "dynamic_img_pad", False):
+            return
+        if any(side % patch for side, patch in zip(self.image_size, embed.patch_size, strict=True)):
+            height, width = self.image_size
+            fits = "×".join(
+                str(max(round(side / patch), 1) * patch)
+                for side, patch in zip(self.image_size, embed.patch_size, strict=True)
+            )
+            msg = (
+                f"{self.name} can't take images of {height}×{width}: sides must be multiples of its "
+                f"{embed.patch_size[0]}×{embed.patch_size[1]} patches, for instance {fits}."
+            )
+            raise ValueError(msg)
+
+    def _tensor(self, output: Any, what: str = "output") -> Tensor:
+        """The tensor among what a module returned (the first of a tuple)."""
+        first = output[0] if isinstance(output, tuple | list) and len(output) else output
+        if isinstance(first, Tensor) and not (isinstance(output, list) and len(output) > 1):
+            return first
+        msg = (
+            f"The {what} of {self.name} is no single tensor but {type(output).__name__}: "
+            "wrap the model in a module that returns logits (batch, classes), and name its feature_layers."
+        )
+        raise ValueError(msg)
 
     def _pick_depths(self) -> list[int]:
         """Four evenly spaced blocks of a plain transformer; the last four stages of a hierarchical model."""
@@ -380,8 +427,12 @@ class FrozenClassifier(nn.Module):
             self._layout = "tokens"
             patches = x[:, self.num_prefix_tokens :]
             if patches.shape[1] != grid[0] * grid[1]:
-                patches = x[:, x.shape[1] - grid[0] * grid[1] :]
-            return patches.transpose(1, 2).reshape(len(x), -1, *grid)
+                msg = (
+                    f"{self.name} ends in {x.shape[1]} tokens, {self.num_prefix_tokens} of them prefix tokens: the "
+                    f"rest don't tile the {grid[0]}×{grid[1]} grid of its features. Pass num_prefix_tokens=…"
+                )
+                raise ValueError(msg)
+            return patches.transpose(1, 2).reshape(x.shape[0], -1, *grid)  # not len(x): that would fix the batch of an exported graph
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC" or tuple(x.shape[-2:]) != tuple(grid):
             self._layout = "NHWC"
             return x.permute(0, 3, 1, 2)
@@ -421,30 +472,58 @@ def resolve_path(path: str | Path) -> Path:
     return found
 
 
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple | list) else output
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2 or any(int(side) != side or side < 1 for side in sides):
+        msg = f"image_size must be one side or (height, width) in pixels, got {size}."
+        raise ValueError(msg)
+    return int(sides[0]), int(sides[1])
 
 
-def _create(name: str, *, pretrained: bool, **kwargs: Any) -> nn.Module:
+def _check_name(name: str) -> None:
+    """Refuse names that timm doesn't know, with the nearest that it does; other sources are left to timm."""
+    if ":" in name:
+        return
+    base, _, tag = name.partition(".")
+    if timm.is_model(base):
+        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{base}.*")]
+        if tag and tag not in tags:
+            msg = f"timm has no pretrained tag {tag!r} for {base}. Known: {', '.join(tags) or 'none'}."
+            raise ValueError(msg)
+        return
+    near = difflib.get_close_matches(base.rpartition("/")[2], timm.list_models(), n=4, cutoff=0.4)
+    hub = f" For a model on the Hugging Face hub write 'hf-hub:{name}'." if "/" in name else ""
+    msg = f"timm has no model {name!r}. Nearest: {', '.join(near) or 'none'}. See timm.list_models('*vit*').{hub}"
+    raise ValueError(msg)
+
+
+def _create(name: str, *, pretrained: bool, size: tuple[int, int] | None, **kwargs: Any) -> nn.Module:
     try:
-        return timm.create_model(name, pretrained=pretrained, **kwargs)
-    except (OSError, ConnectionError) as error:
-        if not pretrained:
-            raise
-        msg = (
-            f"The weights of {name} could not be fetched: the hub can't be reached and nothing is cached. "
-            "Pass checkpoint_path=… with a local weights file, or pretrained=False."
-        )
-        raise ConnectionError(msg) from error
-    except (AssertionError, RuntimeError, TypeError, AttributeError) as error:
-        msg = f"timm can't build {name} with {kwargs or 'its defaults'}: {error}"
-        raise ValueError(msg) from error
+        # timm passes the size on to those models whose weights depend on it.
+        options = resolve_model_input_args(name, {"img_size": size}, **kwargs)
+        return timm.create_model(pretrained=pretrained, **options)
+    except Exception as error:
+        # The hub's clients raise OSError, or their HTTP library's own errors.
+        remote = type(error).__module__.split(".")[0] in ("huggingface_hub", "httpx", "requests", "urllib3")
+        if (isinstance(error, OSError) or remote) and (pretrained or ":" in name):
+            msg = (
+                f"The weights of {name} could not be fetched ({type(error).__name__}: {str(error)[:200]}). If the hub "
+                "can't be reached and nothing is cached, pass checkpoint_path=… with a local weights file, or "
+                "pretrained=False."
+            )
+            raise ConnectionError(msg) from error
+        if isinstance(error, AssertionError | RuntimeError | TypeError | AttributeError | ValueError):
+            msg = f"timm can't build {name} with {kwargs or 'its defaults'}: {error}"
+            raise ValueError(msg) from error
+        raise
 
 
-def _load_weights(model: nn.Module, checkpoint_path: str, name: str) -> None:
+def _load_weights(model: nn.Module, checkpoint_path: str | Path, name: str) -> None:
     path = resolve_path(checkpoint_path)
+    # The filter that timm runs over weights from the hub: it resamples position embeddings to the model's size.
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
-        load_checkpoint(model, str(path), use_ema=False, strict=True, weights_only=True)
+        load_checkpoint(model, str(path), use_ema=False, strict=True, filter_fn=adapt, weights_only=True)
     except Exception as error:  # any of a dozen types, from a truncated file to a missing key
         msg = f"The weights in {checkpoint_path} don't fit {name}: {str(error)[:500]}"
         raise ValueError(msg) from error
