@@ -36,12 +36,13 @@ class Explainer:
             targets: None (each image's predicted class), one class index, or one per image.
 
         Returns:
-            Attribution ``(batch, 1, H, W)``, float32, signed, higher = more important; detached.
+            Attribution ``(batch, 1, H, W)``, float32, signed, higher = more important; detached. NaN is passed on as
+            it is: ranking puts it last, metrics count it.
 
         Raises:
             ValueError: images of another shape or type, or targets out of range.
         """
-        images = as_images(images, self.device)
+        images = as_images(images, self.device).detach()
         if targets is not None:
             logits_like = images.new_empty(len(images), self.classifier.num_classes)
             targets = self.classifier.resolve_targets(targets, logits_like)
@@ -207,11 +208,12 @@ def as_images(images: Tensor, device: torch.device | None = None) -> Tensor:
         msg = f"images must be uint8 or floating point in [0, 1], got {images.dtype}."
         raise ValueError(msg)
     if images.numel():
-        low, high = (float(v) for v in images.aminmax())
+        low, high = torch.stack(images.detach().aminmax()).tolist()
         if not (low >= -1e-3 and high <= 1 + 1e-3):
             msg = (
                 f"images must lie in [0, 1], got values from {low:.3g} to {high:.3g}. "
-                "Normalisation happens inside the classifier: pass plain pixels (or uint8)."
+                "Normalisation happens inside the classifier: pass plain pixels (or uint8), "
+                "clamped after a bicubic resize."
             )
             raise ValueError(msg)
     return images if images.dtype == torch.float64 else images.float()

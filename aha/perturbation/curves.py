@@ -72,6 +72,9 @@ def deletion_insertion_curves(
         constant_logits: a dictionary kept between calls, so that constant references are classified once in a run.
     """
     batch, _, height, width = images.shape
+    if tuple(maps.shape) != (batch, 1, height, width):
+        msg = f"maps must be ({batch}, 1, {height}, {width}) as the images, got {tuple(maps.shape)}."
+        raise ValueError(msg)
     pixels = height * width
     device = images.device
     forwards = 0

@@ -30,6 +30,11 @@ def make_reference(images: Tensor, kind: Reference, *, data_mean: Tensor | None 
     Returns:
         ``(batch, 3, H, W)``; constant kinds are an expanded view.
     """
+    with torch.autocast(images.device.type, enabled=False):
+        return _reference(images, kind, data_mean)
+
+
+def _reference(images: Tensor, kind: Reference, data_mean: Tensor | None) -> Tensor:
     if kind == "black":
         return images.new_zeros(1, 1, 1, 1).expand_as(images)
     if kind == "mean":

@@ -25,6 +25,8 @@ def sample_shift(
 def pool_scores(maps: Tensor, grid: int, *, shift: tuple[int, int] = (0, 0)) -> Tensor:
     """Mean of a map over each region of a ``grid × grid`` partition.
 
+    Where a side is no multiple of the grid, the outermost pixels of neighbouring regions count in both.
+
     Args:
         maps: ``(batch, 1, H, W)``.
         grid: regions per side; n = grid².
@@ -59,7 +61,8 @@ def region_masks_to_pixels(
     pixels = F.interpolate(masks.view(batch, count, grid, grid), size=size, mode="nearest")
     pixels = translate(pixels, (-shift[0], -shift[1]))
     if blur:
-        pixels = gaussian_blur2d(pixels, (7, 7), (1.0, 1.0), border_type="reflect")
+        with torch.autocast(pixels.device.type, enabled=False):
+            pixels = gaussian_blur2d(pixels, (7, 7), (1.0, 1.0), border_type="reflect")
     return pixels.clamp(0, 1)
 
 
