@@ -1,0 +1,131 @@
+"""`python train.py --config configs/demo.yaml`: train an explainer, test it, and leave it where others can load it."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+
+import aha.data.demo_datamodule  # noqa: F401 - so that its short class name is known to --data
+from aha.export.artifact import save_artifact
+from aha.training.module import ExplainerModule
+from aha.training.pictures import Pictures, save_contact_sheet
+
+DESCRIPTION = """Train an amortized explainer for a frozen image classifier.
+
+  python train.py --config configs/demo.yaml                       the embedded demo, no download
+  python train.py --config configs/demo.yaml --model.head.width 64 any option overridden
+  python train.py --config configs/demo.yaml --ckpt_path runs/demo/checkpoints/last.ckpt   go on after a stop
+  python train.py --config configs/demo.yaml --print_config        all options with their values
+
+The output folder gets checkpoints/ (best, last), explainer/ (the artefact that aha.load reads), logs/ (TensorBoard),
+contact_sheet.png and summary.json."""
+
+
+class TrainCLI(LightningCLI):
+    """LightningCLI with an output folder and the callbacks that every run wants."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--output", type=str, default="runs/aha", help="Folder for everything this run leaves.")
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to resume from.")
+        parser.add_argument("--test", type=bool, default=True, help="Test the best checkpoint at the end.")
+        parser.link_arguments("output", "trainer.default_root_dir")
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
+        parser.set_defaults({"trainer.use_distributed_sampler": False, "trainer.gradient_clip_val": 1.0})
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        output = Path(self._get(self.config, "output"))
+        config = self._get(self.config, "trainer")
+        logger = TensorBoardLogger(output, name="", version="logs") if config.logger is None else config.logger
+        self.best = ModelCheckpoint(
+            output / "checkpoints",
+            filename="best",
+            monitor="val/insertion_minus_deletion",
+            mode="max",
+            save_last=True,
+            enable_version_counter=False,
+        )
+        self.pictures = Pictures()
+        extra = [self.best, self.pictures, RichProgressBar(leave=False)]
+        if logger is not False:
+            extra.append(LearningRateMonitor("step"))
+        return super().instantiate_trainer(logger=logger, callbacks=extra + list(config.callbacks or []), **kwargs)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line; ``args`` default to the process's own."""
+    started = time.perf_counter()
+    quiet()
+    cli = TrainCLI(
+        ExplainerModule,
+        subclass_mode_data=True,
+        datamodule_class=None,
+        run=False,
+        args=args,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"description": DESCRIPTION},
+    )
+    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path)
+    if cli.config.test and not cli.trainer.fast_dev_run and not cli.trainer.interrupted:
+        finish(cli, started)
+
+
+def finish(cli: TrainCLI, started: float) -> None:
+    """Test the best checkpoint; leave artefact, contact sheet and summary; print the table."""
+    output, trainer, module = Path(cli.config.output), cli.trainer, cli.model
+    chosen = cli.best.best_model_path or cli.best.last_model_path
+    checkpoint = torch.load(chosen, weights_only=True, map_location="cpu")
+    module.load_state_dict(checkpoint["state_dict"])
+    trainer.test(module, cli.datamodule, verbose=False)
+    if not trainer.is_global_zero:
+        return
+    summary = {
+        "checkpoint": str(chosen),
+        "steps": checkpoint["global_step"],
+        "skipped_steps": checkpoint["skipped_steps"],
+        "minutes": round((time.perf_counter() - started) / 60, 2),
+        "protocol": "hard per-pixel ranking, 21 fractions, mean reference, predicted class, trapezoid",
+        "test": {name: round(value, 5) for name, value in module.test_means.items()},
+    }
+    save_artifact(module.explainer, output / "explainer", training=summary)
+    save_contact_sheet(module, cli.datamodule, output / "contact_sheet.png")
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print_table(module.test_means, output)
+
+
+def print_table(means: dict[str, float], output: Path) -> None:
+    """One row per explainer, with the direction of better beside every figure."""
+    columns = {
+        "deletion": "deletion ↓",
+        "insertion": "insertion ↑",
+        "insertion_minus_deletion": "insertion − deletion ↑",
+        "pointing_game": "maximum in object ↑",
+        "pointing_game_of_two": "in the one asked for, of two ↑",
+    }
+    table = Table("explainer", title="Test set, `aha` protocol (hard ranking, 21 fractions, mean reference)")
+    for title in columns.values():
+        table.add_column(title, justify="right")
+    for explainer in dict.fromkeys(name.split("/")[0] for name in means):
+        values = [means.get(f"{explainer}/{metric}") for metric in columns]
+        table.add_row(explainer, *("" if value is None else f"{value:.3f}" for value in values))
+    console = Console()
+    console.print(table)
+    console.print(f"explainer {output}/explainer · pictures {output}/contact_sheet.png · figures {output}/summary.json")
+
+
+def quiet() -> None:
+    """Silence what is intended here: a frozen model in eval mode, few data workers, jsonargparse's deprecations."""
+    warnings.filterwarnings("ignore", message=r".*in eval mode at the start of training.*")
+    warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
+    warnings.filterwarnings("ignore", module="jsonargparse")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message=r".*jsonargparse.*")
