@@ -146,13 +146,19 @@ class AmortizedExplainer(Explainer):
         """Logits and features of images ``(batch, 3, H, W)`` in [0, 1]."""
         return self.classifier.forward_features(images)
 
-    def decode(self, output: ClassifierOutput, images: Tensor, targets: Tensor) -> Tensor:
-        """Maps ``(batch, 1, H, W)`` of the targets ``(batch,)``; differentiable in the head's parameters."""
+    def decode(
+        self, output: ClassifierOutput, images: Tensor, targets: Tensor, *, head: AttributionHead | None = None
+    ) -> Tensor:
+        """Maps ``(batch, 1, H, W)`` of the targets ``(batch,)``; differentiable in the parameters of the head.
+
+        ``head`` stands in for the explainer's own, for instance a copy that is being refined.
+        """
         with torch.no_grad():
             evidence = self.classifier.evidence(output.final, targets) if self.options["evidence"] else None
             learned = self.options["class_vector"] == "embedding"
             vectors = None if learned else self.classifier.class_vectors(targets)
-        return self.head(output.features, targets, images, class_vectors=vectors, evidence=evidence)
+        head = self.head if head is None else head
+        return head(output.features, targets, images, class_vectors=vectors, evidence=evidence)
 
     def save(
         self,
