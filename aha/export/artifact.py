@@ -46,6 +46,7 @@ def explainer_config(
         rebuild = classifier.config()
     except ValueError:  # a user's own module: only its owner can build it, and passes it to load again
         rebuild = None
+    fingerprint = classifier.fingerprint() if rebuild is None else rebuild["fingerprint"]
     known = resolve_model_data_config(classifier.model) if hasattr(classifier.model, "pretrained_cfg") else {}
     side = classifier.image_size[0]
     return {
@@ -55,7 +56,7 @@ def explainer_config(
         "classifier": rebuild,
         "backbone": {
             "name": classifier.name,
-            "fingerprint": classifier.fingerprint(),
+            "fingerprint": fingerprint,
             "link": classifier.link,
             "num_classes": classifier.num_classes,
             "class_names": classifier.class_names,
@@ -99,11 +100,11 @@ def build_from_config(
     check_format(config)
     backbone = config["backbone"]
     if classifier is None:
-        classifier = _rebuild_classifier(config, checkpoint_path)
-    if classifier.fingerprint() != backbone["fingerprint"]:
+        classifier = _rebuild_classifier(config, checkpoint_path)  # verifies the hash
+    elif (found := classifier.fingerprint()) != backbone["fingerprint"]:
         msg = (
             f"This explainer was trained for {backbone['name']} (weights of sha256 {backbone['fingerprint'][:12]}…), "
-            f"but got {classifier.name} with {classifier.fingerprint()[:12]}…. Load it with its own classifier."
+            f"but got {classifier.name} with {found[:12]}…. Load it with its own classifier."
         )
         raise ValueError(msg)
     preprocessing = config["preprocessing"]
