@@ -93,6 +93,10 @@ def deletion_insertion_curves(
 
     counts = [int(c) for c in counts]
     insertion_counts = counts if insertion_counts is None else [int(c) for c in insertion_counts]
+    if batch == 0:
+        empty = [images.new_zeros(0, len(c), dtype=torch.float32) for c in (counts, insertion_counts)]
+        none = torch.zeros(0, dtype=torch.long, device=device)
+        return Curves(torch.tensor(counts, device=device) / pixels, *empty, none)
     needs_clean = targets is None or 0 in counts or pixels in insertion_counts
     if clean_logits is None and needs_clean:
         clean_logits = torch.cat([classify(chunk) for chunk in images.split(chunk_size)])
@@ -126,7 +130,7 @@ def deletion_insertion_curves(
 
     # One flat list of (sample, curve, count), so that chunks are full whatever the batch.
     interior = [(curve, count) for curve in (0, 1) for count in wanted[curve] if 0 < count < pixels]
-    if interior and batch:
+    if interior:
         ranks = pixel_ranks(maps.to(device)).int().view(batch, 1, height, width)
         points = torch.tensor(interior, device=device)
         flat = torch.empty(batch * len(interior), dtype=torch.float32, device=device)
