@@ -1,0 +1,1 @@
+"""Evaluation: named protocols, the runner over any explainer, hard samples, the report."""
