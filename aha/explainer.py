@@ -46,7 +46,10 @@ class Explainer:
         if targets is not None:
             logits_like = images.new_empty(len(images), self.classifier.num_classes)
             targets = self.classifier.resolve_targets(targets, logits_like)
-        maps = self._attribute(images, targets)
+        with torch.inference_mode(False):
+            # A trainer's inference tensors can't enter a gradient method; copies made here can.
+            images, targets = (x.clone() if x is not None and x.is_inference() else x for x in (images, targets))
+            maps = self._attribute(images, targets)
         expected = (len(images), 1, *images.shape[-2:])
         if tuple(maps.shape) != expected:
             msg = f"{self.name} returned maps of shape {tuple(maps.shape)}, expected {expected}."

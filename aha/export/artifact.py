@@ -72,7 +72,7 @@ def explainer_config(
         },
         "training": explainer.record.get("training", {}) if training is None else training,
         "metrics": explainer.record.get("metrics", {}) if metrics is None else metrics,
-        "versions": {"aha": _release(), "torch": torch.__version__, "timm": timm.__version__},
+        "versions": {"aha": _release(), "torch": str(torch.__version__), "timm": timm.__version__},
     }
 
 
