@@ -236,6 +236,8 @@ class FrozenClassifier(nn.Module):
             final = self._tensor(final, "final feature map")
             logits = self._tensor(self.model.forward_head(final))
             grid = (maps[-1].shape[-2], maps[-1].shape[-1])
+            if self._layout is None:
+                self._layout = self._layout_of(final, grid)
             return ClassifierOutput(logits, tuple(maps), self._to_nchw(final, grid))
         captured: dict[str, Tensor] = {}
         layers = {layer: self.model.get_submodule(layer) for layer in self.feature_layers}
@@ -355,7 +357,7 @@ class FrozenClassifier(nn.Module):
     def _probe(self) -> None:
         """Read geometry from one pass over a grey image; fail early on headless models and impossible sizes."""
         self.feature_indices = self._pick_depths() if self._is_timm else []
-        self._layout = "NCHW"
+        self._layout: str | None = None
         height, width = self.image_size
         weight = next((p for p in self.model.parameters() if p.is_floating_point()), self.mean)
         self.to(weight.device, weight.dtype)
@@ -423,8 +425,8 @@ class FrozenClassifier(nn.Module):
         return sorted({round((i + 1) * count / NUM_DEPTHS) - 1 for i in range(NUM_DEPTHS)} - {-1})
 
     def _to_nchw(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        if x.ndim == 3:
-            self._layout = "tokens"
+        layout = self._layout_of(x, grid)
+        if layout == "tokens":
             patches = x[:, self.num_prefix_tokens :]
             if patches.shape[1] != grid[0] * grid[1]:
                 msg = (
@@ -432,11 +434,15 @@ class FrozenClassifier(nn.Module):
                     f"rest don't tile the {grid[0]}×{grid[1]} grid of its features. Pass num_prefix_tokens=…"
                 )
                 raise ValueError(msg)
-            return patches.transpose(1, 2).reshape(x.shape[0], -1, *grid)  # not len(x): that would fix the batch of an exported graph
-        if getattr(self.model, "output_fmt", "NCHW") == "NHWC" or tuple(x.shape[-2:]) != tuple(grid):
-            self._layout = "NHWC"
-            return x.permute(0, 3, 1, 2)
-        return x
+            # x.shape[0], as len(x) would fix the batch size of an exported graph.
+            return patches.transpose(1, 2).reshape(x.shape[0], -1, *grid)
+        return x.permute(0, 3, 1, 2) if layout == "NHWC" else x
+
+    def _layout_of(self, x: Tensor, grid: tuple[int, int]) -> str:
+        if x.ndim == 3:
+            return "tokens"
+        last = getattr(self.model, "output_fmt", "NCHW") == "NHWC" or tuple(x.shape[-2:]) != tuple(grid)
+        return "NHWC" if last else "NCHW"
 
     def _token_grid(self, tokens: Tensor, x: Tensor) -> tuple[int, int]:
         if tokens.ndim == 4:

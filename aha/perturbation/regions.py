@@ -58,7 +58,7 @@ def region_masks_to_pixels(
         ``(batch, K, H, W)`` in [0, 1].
     """
     batch, count, _ = masks.shape
-    pixels = F.interpolate(masks.view(batch, count, grid, grid), size=size, mode="nearest")
+    pixels = F.interpolate(masks.reshape(batch, count, grid, grid), size=size, mode="nearest")
     pixels = translate(pixels, (-shift[0], -shift[1]))
     if blur:
         with torch.autocast(pixels.device.type, enabled=False):

@@ -46,7 +46,7 @@ def soft_scores(
     """
     batch, count, regions = masks.shape
     samples = torch.arange(batch, device=masks.device).repeat_interleave(count)
-    targets = targets.view(batch, -1)
+    targets = targets.reshape(batch, -1)
     size = (images.shape[-2], images.shape[-1])
     difference = reference - images
 
