@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import warnings
 from pathlib import Path
@@ -108,9 +109,9 @@ def print_table(means: dict[str, float], output: Path) -> None:
     columns = {
         "deletion": "deletion ↓",
         "insertion": "insertion ↑",
-        "insertion_minus_deletion": "insertion − deletion ↑",
-        "pointing_game": "maximum in object ↑",
-        "pointing_game_of_two": "in the one asked for, of two ↑",
+        "insertion_minus_deletion": "ins − del ↑",
+        "pointing_game": "pointing ↑",
+        "pointing_game_of_two": "of two ↑",
     }
     table = Table("explainer", title="Test set, `aha` protocol (hard ranking, 21 fractions, mean reference)")
     for title in columns.values():
@@ -127,5 +128,7 @@ def quiet() -> None:
     """Silence what is intended here: a frozen model in eval mode, few data workers, jsonargparse's deprecations."""
     warnings.filterwarnings("ignore", message=r".*in eval mode at the start of training.*")
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=r".*`IterableDataset` has `__len__` defined.*")
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", module="jsonargparse")
-    warnings.filterwarnings("ignore", category=DeprecationWarning, message=r".*jsonargparse.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "litlogger" not in record.msg)

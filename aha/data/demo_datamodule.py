@@ -59,7 +59,9 @@ class DemoDataModule(LightningDataModule):
             if n
         ]
         trainer = self.trainer
-        steps = max(self.train_length // (self.batch_size * trainer.world_size), 1)
+        # A run by steps is one long epoch, so that its progress bar shows the time that remains.
+        epoch = max(self.train_length // (self.batch_size * trainer.world_size), 1)
+        steps = trainer.max_steps if trainer.max_steps > 0 else epoch
         return DataLoader(StepStream(sets, self.batch_size, steps, self.seed, trainer), batch_size=None)
 
     def val_dataloader(self) -> DataLoader:

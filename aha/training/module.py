@@ -23,6 +23,7 @@ from aha.training.options import (
     TemperatureOptions,
     as_options,
 )
+from aha.training.refinement import TestTimeRefinement
 from aha.training.tally import Tally
 
 CURVE_POINTS = 21
@@ -78,6 +79,7 @@ class ExplainerModule(LightningModule):
         self.total_steps = 1
         self.bad_steps = 0
         self.bad_steps_in_a_row = 0
+        self.refiner: TestTimeRefinement | None = None
         self.others: dict[str, float] = {}
         self.test_means: dict[str, float] = {}
         self.register_state_dict_post_hook(_drop_frozen)
@@ -200,6 +202,9 @@ class ExplainerModule(LightningModule):
         images, masks = as_images(batch["image"]), batch.get("mask")
         maps, logits, targets = self.explainer.explain(images)
         by_name = {self.explainer.name: maps}
+        if self.refiner is not None:
+            refined = self.refiner(self.explainer, images, maps, targets, batch["key"])
+            by_name[f"{self.explainer.name} refined"] = refined
         if others:
             by_name |= {name: explainer.attribute(images, targets) for name, explainer in self.compare.items()}
             if masks is not None:
@@ -228,6 +233,15 @@ class ExplainerModule(LightningModule):
         for suffix in ("", "2"):
             maps = self.explainer.attribute(batch["image"], batch[f"label{suffix}"])
             self.tally.add(f"{self.explainer.name}/pointing_game_of_two", maximum_inside(maps, batch[f"mask{suffix}"]))
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Maps, logits and classes explained of a batch, with its keys, on the CPU; targets: the batch's, if given."""
+        images = as_images(batch["image"])
+        maps, logits, targets = self.explainer.explain(images, batch.get("target"))
+        if self.refiner is not None:
+            maps = self.refiner(self.explainer, images, maps, targets, batch["key"])
+        tensors = {"maps": maps, "logits": logits.float(), "targets": targets}
+        return {"key": batch["key"]} | {name: value.cpu() for name, value in tensors.items()}
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
