@@ -16,7 +16,7 @@ def model_card(config: dict[str, Any]) -> str:
         f"# Attribution head for {backbone['name']}",
         (
             "A trained head that says, in one forward pass of the frozen classifier, which pixels made it say what it "
-            "said. Maps are signed: positive pixels speak for the class, negative ones against it."
+            "said. Maps are signed; within one image, higher means more important to the class."
         ),
         f"""```python
 import aha

@@ -84,7 +84,7 @@ def check_parity(
         "by_batch": rows,
     }
     if not worst <= tolerance:  # also when it is NaN
-        msg = f"The exported graph differs from the explainer by {worst:.2e} of its range, allowed {tolerance:.0e}: {rows}"
+        msg = f"The export differs from the explainer by {worst:.2e} of its range; allowed is {tolerance:.0e}: {rows}"
         raise ParityError(msg)
     return figures
 
