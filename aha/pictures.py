@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 QUANTILE = 0.995
-GREYED = 0.75  # share of the colour taken out of the picture under an overlay, so that hues belong to the map
+GREYED = 0.9  # share of the colour taken out of the picture under an overlay, so that hues belong to the map
 STRONGEST = 0.85  # opacity of an overlay at the end of the scale
 CELL, GAP, MARGIN = 2.2, 0.12, 0.15  # inches
 # Ends and middle in OKLab (Ottosson 2020): equal lightness and nearly equal chroma at both ends.
@@ -78,7 +78,7 @@ def overlay(image: Tensor | np.ndarray, attribution: Tensor | np.ndarray, *, lim
     picture = picture + GREYED * (grey - picture)
     strength = np.nan_to_num((np.abs(values) / limit).clip(0, 1), nan=1.0)[..., None]
     tint = colour(np.sign(values) * (1 + strength[..., 0]) / 2, limit=1.0).astype(np.float32) / 255
-    opacity = STRONGEST * strength**0.75
+    opacity = STRONGEST * strength
     return ((picture * (1 - opacity) + tint * opacity).clip(0, 1) * 255).round().astype(np.uint8)
 
 
