@@ -13,7 +13,8 @@ import timm
 import torch
 from torch import nn
 
-from aha.classifier import FrozenClassifier, resolve_path
+from aha.classifier import FrozenClassifier
+from aha.loading import resolve_path
 from tests.conftest import SmallCNN, SmallTransformer, tiny
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
