@@ -110,3 +110,14 @@ def test_masks_of_any_strides():
         region_masks_to_pixels(masks.permute(2, 1, 0), 3, (10, 13)),
         region_masks_to_pixels(masks.permute(2, 1, 0).contiguous(), 3, (10, 13)),
     )
+
+
+def test_mask_blur_by_loop():
+    """σ 1, 7 taps, reflected borders, on a mask of one region in a corner."""
+    masks = torch.rand(1, 1, 9, dtype=torch.float64)
+    hard = region_masks_to_pixels(masks, 3, (10, 13), blur=False)[0, 0].numpy()
+    taps = np.exp(-0.5 * np.arange(-3, 4) ** 2.0)
+    taps /= taps.sum()
+    padded = np.pad(hard, 3, mode="reflect")
+    expected = [[taps @ padded[y : y + 7, x : x + 7] @ taps for x in range(13)] for y in range(10)]
+    np.testing.assert_allclose(region_masks_to_pixels(masks, 3, (10, 13))[0, 0].numpy(), expected, atol=1e-12)
