@@ -27,7 +27,8 @@ class Protocol:
     """Settings of a perturbation protocol; exactly one of ``fractions``, ``pixels_per_step`` and ``steps`` is set.
 
     Pixels are ranked one by one, ties in row-major order. (RISE and TIS reverse an unstable ascending sort, Chefer's
-    code takes ``topk``: where maps have ties, their order is undefined; here it is stable.)
+    code takes ``topk``: where maps have ties, their order is undefined; here it is stable, and least important first
+    is the exact reverse of most important first.)
 
     Attributes:
         name: how results name it.
