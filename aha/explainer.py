@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from aha.backbone import FrozenBackbone
 from aha.classifier import ClassifierOutput, FrozenClassifier
-from aha.head import AttributionHead
+from aha.head import AttributionHead, resize
 
 Targets = int | Sequence[int] | Tensor | None
 
@@ -83,14 +84,16 @@ class AmortizedExplainer(Explainer):
     """A frozen classifier and a trained head: the map costs one forward pass, and the logits come with it.
 
     Args:
-        classifier: the explained model, which is also the head's encoder.
+        classifier: the explained model.
+        encoder: the frozen backbone whose features the head reads; None: the explained model's own, which come free
+            with the prediction. Another one (the paper's choice, a DINOv3) costs a pass of its own.
         width: channels of the head.
         class_vector: ``"weights"`` conditions the head on the classifier's own weight row of the class,
             ``"embedding"`` on a learned one.
         evidence: add the classifier's own evidence map (class vector times final features) to the head's output.
 
     Attributes:
-        options: the three above, as passed.
+        options: width, class_vector and evidence, as passed.
         record: ``"training"`` summary and ``"metrics"`` of the artefact it was loaded from, else empty.
 
     Example:
@@ -105,6 +108,7 @@ class AmortizedExplainer(Explainer):
         self,
         classifier: FrozenClassifier,
         *,
+        encoder: FrozenBackbone | None = None,
         width: int = 96,
         class_vector: Literal["weights", "embedding"] = "weights",
         evidence: bool = True,
@@ -115,19 +119,22 @@ class AmortizedExplainer(Explainer):
             raise ValueError(msg)
         self.options: dict[str, Any] = {"width": width, "class_vector": class_vector, "evidence": evidence}
         self.record: dict[str, Any] = {}
+        self.encoder = encoder
+        source = classifier if encoder is None else encoder
         learned = class_vector == "embedding"
-        side = classifier.image_size[0]
         self.head = AttributionHead(
-            classifier.feature_channels,
-            [round(side / grid[0]) for grid in classifier.feature_grids],
+            source.feature_channels,
+            [round(source.image_size[0] / grid[0]) for grid in source.feature_grids],
             class_dim=0 if learned else classifier.class_weight.shape[1],
             num_classes=classifier.num_classes if learned else None,
             width=width,
         ).to(self.device)
 
     def to(self, device: torch.device | str) -> AmortizedExplainer:
-        """Move classifier and head."""
+        """Move classifier, encoder and head."""
         self.classifier.to(device)
+        if self.encoder is not None:
+            self.encoder.to(device)
         self.head.to(device)
         return self
 
@@ -146,8 +153,13 @@ class AmortizedExplainer(Explainer):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> ClassifierOutput:
-        """Logits and features of images ``(batch, 3, H, W)`` in [0, 1]."""
-        return self.classifier.forward_features(images)
+        """Logits and features of images ``(batch, 3, H, W)`` in [0, 1]; ``final`` is always the classifier's."""
+        output = self.classifier.forward_features(images)
+        if self.encoder is None:
+            return output
+        # An encoder of another size sees the same picture at its own.
+        features = self.encoder(resize(images, self.encoder.image_size, antialias=True)).features
+        return output._replace(features=features)
 
     def decode(
         self, output: ClassifierOutput, images: Tensor, targets: Tensor, *, head: AttributionHead | None = None

@@ -76,7 +76,11 @@ class AttributionHead(nn.Module):
         class_vectors: Tensor | None = None,
         evidence: Tensor | None = None,
     ) -> Tensor:
-        vectors = self.embedding(targets) if self.embedding is not None else class_vectors.float()
+        # The classifier may run in another precision than its head.
+        dtype = self.output.weight.dtype
+        features, images = [feature.to(dtype) for feature in features], images.to(dtype)
+        evidence = None if evidence is None else evidence.to(dtype)
+        vectors = self.embedding(targets) if self.embedding is not None else class_vectors.to(dtype)
         vectors = F.normalize(vectors, dim=-1) * vectors.shape[-1] ** 0.5
         size = images.shape[-2:]
         evidence = None if evidence is None else standardize(evidence)

@@ -54,6 +54,21 @@ def test_maps_depend_on_the_class(class_vector: str) -> None:
     assert (first - second).abs().max() > 1e-4 * first.abs().max()
 
 
+def test_another_backbone_can_be_the_encoder() -> None:
+    from aha.backbone import FrozenBackbone
+
+    torch.manual_seed(0)
+    classifier = aha.FrozenClassifier.from_timm("test_convnext", pretrained=False, image_size=(96, 64))
+    encoder = FrozenBackbone.from_timm("test_vit", pretrained=False, image_size=(64, 64), num_classes=0)
+    explainer = aha.AmortizedExplainer(classifier, encoder=encoder, width=16)
+    images = torch.rand(2, 3, 96, 64)
+    maps, logits, _ = explainer.explain(images)
+    assert maps.shape == (2, 1, 96, 64)
+    torch.testing.assert_close(logits, classifier(images))
+    own = aha.AmortizedExplainer(classifier, width=16)
+    assert [p.shape for p in own.head.parameters()] != [p.shape for p in explainer.head.parameters()]
+
+
 def test_vit_base_head_is_at_most_eight_million_parameters() -> None:
     with torch.device("meta"):
         head = AttributionHead([768] * 4, [16] * 4, class_dim=768)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
+from aha.backbone import FrozenBackbone
 from aha.classifier import FrozenClassifier
 from aha.explainer import AmortizedExplainer
 from aha.export.atomic import replace, write_atomically
@@ -54,6 +55,7 @@ def explainer_config(
         "format_version": FORMAT_VERSION,
         "explainer": dict(explainer.options),
         "classifier": rebuild,
+        "encoder": None if explainer.encoder is None else explainer.encoder.config(),
         "backbone": {
             "name": classifier.name,
             "fingerprint": fingerprint,
@@ -82,6 +84,7 @@ def build_from_config(
     *,
     classifier: FrozenClassifier | None = None,
     checkpoint_path: str | Path | None = None,
+    encoder_path: str | Path | None = None,
     device: torch.device | str | None = None,
 ) -> AmortizedExplainer:
     """Rebuild an explainer; artefacts and training checkpoints both come through here.
@@ -91,6 +94,7 @@ def build_from_config(
         head: the head's state dict, without a prefix.
         classifier: the explained classifier, if it's at hand already; else it is rebuilt from the config.
         checkpoint_path: local backbone weights in place of the recorded source.
+        encoder_path: likewise for a separate encoder.
         device: where to put it; default: where the classifier is.
 
     Raises:
@@ -115,7 +119,11 @@ def build_from_config(
     if classifier.link != backbone["link"]:
         msg = f"The classifier's link is {classifier.link!r}, the explainer was trained for {backbone['link']!r}."
         raise ValueError(msg)
-    explainer = AmortizedExplainer(classifier, **config["explainer"])
+    encoder = None
+    if config.get("encoder"):
+        encoder = FrozenBackbone.from_config(config["encoder"], checkpoint_path=encoder_path)
+        encoder.to(classifier.mean.device)
+    explainer = AmortizedExplainer(classifier, encoder=encoder, **config["explainer"])
     try:
         explainer.head.load_state_dict(head, strict=True)
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -158,9 +166,13 @@ def save_artifact(
         if config["classifier"] is None:
             msg = f"{explainer.classifier.name} was not built by FrozenClassifier.from_timm: it can't be stored along."
             raise ValueError(msg)
-        config["weights"]["backbone_file"] = name = f"backbone-{config['backbone']['fingerprint'][:16]}.safetensors"
-        state = {key: _storable(value) for key, value in explainer.classifier.model.state_dict().items()}
-        write_atomically(folder / name, safetensors.torch.save(state, metadata={"format": "pt"}))
+        parts = {"backbone": explainer.classifier, "encoder": explainer.encoder}
+        for part, module in parts.items():
+            if module is not None:
+                fingerprint = config[part]["fingerprint"]
+                config["weights"][f"{part}_file"] = name = f"{part}-{fingerprint[:16]}.safetensors"
+                state = {key: _storable(value) for key, value in module.model.state_dict().items()}
+                write_atomically(folder / name, safetensors.torch.save(state, metadata={"format": "pt"}))
     config["sha256"] = config_hash(config)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
@@ -188,10 +200,19 @@ def load_artifact(
     except (SafetensorError, KeyError, ValueError) as error:
         msg = f"{folder / WEIGHTS} is not a safetensors file: {error}"
         raise ValueError(msg) from error
-    stored = config["weights"].get("backbone_file")
-    if classifier is None and checkpoint_path is None and stored is not None:
-        checkpoint_path = folder / Path(stored).name
-    return build_from_config(config, head, classifier=classifier, checkpoint_path=checkpoint_path, device=device)
+    stored = {
+        part: folder / Path(config["weights"][f"{part}_file"]).name
+        for part in ("backbone", "encoder")
+        if f"{part}_file" in config["weights"]
+    }
+    return build_from_config(
+        config,
+        head,
+        classifier=classifier,
+        checkpoint_path=checkpoint_path or stored.get("backbone"),
+        encoder_path=stored.get("encoder"),
+        device=device,
+    )
 
 
 def load_explainer(
@@ -331,7 +352,9 @@ def _download(repository: str) -> str:
         msg = f"There is no folder {repository!r}, and to fetch it from the hub, install huggingface_hub (aha[hub])."
         raise FileNotFoundError(msg) from error
     try:
-        return snapshot_download(repository, allow_patterns=[CONFIG, WEIGHTS, CARD, "backbone-*.safetensors"])
+        return snapshot_download(
+            repository, allow_patterns=[CONFIG, WEIGHTS, CARD, "backbone-*.safetensors", "encoder-*.safetensors"]
+        )
     except Exception as error:  # offline, no such repository, no access: the hub has a type for each
         msg = f"There is no folder {repository!r}, and the hub did not yield it: {str(error)[:200]}"
         raise FileNotFoundError(msg) from error

@@ -16,6 +16,7 @@ from aha.export.artifact import explainer_config
 from aha.objective import AHAObjective
 from aha.perturbation import auc, deletion_insertion_curves, fractions_to_counts
 from aha.training.options import (
+    BackboneOptions,
     ClassifierOptions,
     HeadOptions,
     OptimizerOptions,
@@ -37,6 +38,7 @@ class ExplainerModule(LightningModule):
 
     Args:
         classifier: the model to explain.
+        encoder: another backbone whose features the head reads; default: the explained model's own, which come free.
         head: the attribution head.
         objective: what makes a map good.
         optimizer: learning rate and its schedule.
@@ -49,6 +51,7 @@ class ExplainerModule(LightningModule):
     def __init__(
         self,
         classifier: ClassifierOptions,
+        encoder: BackboneOptions | None = None,
         head: HeadOptions | None = None,
         objective: AHAObjective | None = None,
         optimizer: OptimizerOptions | None = None,
@@ -66,15 +69,23 @@ class ExplainerModule(LightningModule):
             "temperature": as_options(TemperatureOptions, temperature),
             "targets": as_options(TargetOptions, targets),
         }
+        if encoder is not None:
+            self.options["encoder"] = as_options(BackboneOptions, encoder)
         compare = ["random"] if compare is None else compare
         plain = {name: dataclasses.asdict(value) for name, value in self.options.items()}
         self.save_hyperparameters(plain | {"compare": compare, "seed": seed})
         self.seed = seed
         self.objective: AHAObjective = self.options["objective"]
         self.explainer = AmortizedExplainer(
-            self.options["classifier"].build(), **dataclasses.asdict(self.options["head"])
+            self.options["classifier"].build(),
+            encoder=self.options["encoder"].build() if encoder is not None else None,
+            **dataclasses.asdict(self.options["head"]),
         )
-        self.classifier, self.head = self.explainer.classifier, self.explainer.head
+        self.classifier, self.encoder, self.head = (
+            self.explainer.classifier,
+            self.explainer.encoder,
+            self.explainer.head,
+        )
         self.compare = {name: build_explainer(name, self.classifier) for name in compare}
         self.total_steps = 1
         self.bad_steps = 0
@@ -268,10 +279,10 @@ def maximum_inside(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for key in [key for key in state if key.startswith(f"{prefix}classifier.")]:
+    for key in [key for key in state if key.startswith((f"{prefix}classifier.", f"{prefix}encoder."))]:
         del state[key]
 
 
 def _forgive_frozen(module: nn.Module, incompatible: Any) -> None:
     missing = incompatible.missing_keys
-    missing[:] = [key for key in missing if not key.startswith("classifier.")]
+    missing[:] = [key for key in missing if not key.startswith(("classifier.", "encoder."))]

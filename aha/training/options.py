@@ -6,22 +6,21 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from aha.backbone import FrozenBackbone
 from aha.classifier import FrozenClassifier
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class ClassifierOptions:
-    """The model to explain.
+class BackboneOptions:
+    """A frozen timm backbone.
 
     Args:
         name: timm model name with an optional pretrained tag, see timm.list_models().
         pretrained: load the tag's weights from the hub (cached by timm).
         checkpoint_path: local weights in place of the hub's; 'package:NAME/path' looks inside an installed package.
         image_size: [height, width] in pixels; default: the model's own.
-        link: 'softmax', or 'sigmoid' for multi-label and single-logit classifiers.
-        class_names: one name per class, for display.
         model_kwargs: further arguments of timm.create_model, for instance {num_classes: 10}.
     """
 
@@ -29,9 +28,25 @@ class ClassifierOptions:
     pretrained: bool = True
     checkpoint_path: str | None = None
     image_size: list[int] | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> FrozenBackbone:
+        """The frozen backbone; raises as :meth:`FrozenBackbone.from_timm` does."""
+        options = dataclasses.asdict(self)
+        return FrozenBackbone.from_timm(**options.pop("model_kwargs"), **options)
+
+
+@dataclass(kw_only=True)
+class ClassifierOptions(BackboneOptions):
+    """The model to explain.
+
+    Args:
+        link: 'softmax', or 'sigmoid' for multi-label and single-logit classifiers.
+        class_names: one name per class, for display.
+    """
+
     link: Literal["softmax", "sigmoid"] = "softmax"
     class_names: list[str] | None = None
-    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> FrozenClassifier:
         """The frozen classifier; raises as :meth:`FrozenClassifier.from_timm` does."""
