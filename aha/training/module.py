@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from aha.baselines import build_explainer
 from aha.explainer import AmortizedExplainer, as_images
 from aha.export.artifact import explainer_config
+from aha.metrics import pointing_game
+from aha.metrics.protocol_run import run_protocol
 from aha.objective import AHAObjective
-from aha.perturbation import auc, deletion_insertion_curves, fractions_to_counts
 from aha.training.options import (
     BackboneOptions,
     ClassifierOptions,
@@ -27,7 +28,6 @@ from aha.training.options import (
 from aha.training.refinement import TestTimeRefinement
 from aha.training.tally import Tally
 
-CURVE_POINTS = 21
 MAX_BAD_STEPS = 20
 
 
@@ -209,7 +209,7 @@ class ExplainerModule(LightningModule):
 
     @torch.no_grad()
     def score(self, batch: dict[str, Any], *, others: bool) -> None:
-        """Hard deletion and insertion (`aha` protocol: 21 fractions, mean reference, predicted class), and pointing."""
+        """The `aha` protocol (hard deletion and insertion of the predicted class), and pointing where there are masks."""
         images, masks = as_images(batch["image"]), batch.get("mask")
         maps, logits, targets = self.explainer.explain(images)
         by_name = {self.explainer.name: maps}
@@ -220,30 +220,29 @@ class ExplainerModule(LightningModule):
             by_name |= {name: explainer.attribute(images, targets) for name, explainer in self.compare.items()}
             if masks is not None:
                 by_name["object_mask"] = masks.float()
-        counts = fractions_to_counts(torch.linspace(0, 1, CURVE_POINTS), images.shape[-2] * images.shape[-1])
+        constants: dict[tuple, Tensor] = {}
         for name, maps in by_name.items():
-            curves = deletion_insertion_curves(
+            result = run_protocol(
+                "aha",
                 self.classifier,
                 images,
                 maps,
                 targets,
-                counts=counts,
                 chunk_size=self.objective.chunk_size,
                 clean_logits=logits,
+                constant_logits=constants,
             )
-            deletion, insertion = auc(curves.deletion, curves.fractions), auc(curves.insertion, curves.fractions)
-            self.tally.add(f"{name}/deletion", deletion)
-            self.tally.add(f"{name}/insertion", insertion)
-            self.tally.add(f"{name}/insertion_minus_deletion", insertion - deletion)
+            for metric, values in result.metrics.items():
+                self.tally.add(f"{name}/{metric}", values)
             if masks is not None:
-                self.tally.add(f"{name}/pointing_game", maximum_inside(maps, masks))
+                self.tally.add(f"{name}/pointing_game", pointing_game(maps, masks))
 
     @torch.no_grad()
     def point_at_both(self, batch: dict[str, Any]) -> None:
         """On pictures of two objects, asked for each in turn: is the maximum in the one asked for?"""
         for suffix in ("", "2"):
             maps = self.explainer.attribute(batch["image"], batch[f"label{suffix}"])
-            self.tally.add(f"{self.explainer.name}/pointing_game_of_two", maximum_inside(maps, batch[f"mask{suffix}"]))
+            self.tally.add(f"{self.explainer.name}/pointing_game_of_two", pointing_game(maps, batch[f"mask{suffix}"]))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Maps, logits and classes explained of a batch, with its keys, on the CPU; targets: the batch's, if given."""
@@ -269,13 +268,6 @@ class ExplainerModule(LightningModule):
             )
             raise ValueError(msg)
         self.bad_steps = checkpoint["skipped_steps"]
-
-
-def maximum_inside(maps: Tensor, masks: Tensor) -> Tensor:
-    """1 where the map's first maximum lies inside the mask, else 0, ``(batch,)``; NaN for an empty mask."""
-    flat, inside = maps.flatten(1), masks.flatten(1).bool()
-    hit = inside.gather(1, flat.argmax(1, keepdim=True)).squeeze(1).float()
-    return torch.where(inside.any(1), hit, torch.nan)
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
