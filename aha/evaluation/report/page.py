@@ -109,12 +109,7 @@ def _table(collected: Collected, results: dict[str, Any], cells: dict, labels: l
         f'<th colspan="{len(metrics)}" scope="colgroup">{"map alone" if p == MAPS else escape(p)}</th>'
         for p, metrics in groups.items()
     )
-    second = "".join(
-        f'<th scope="col">{_words(metric).replace(" −", "&nbsp;−")}&nbsp;<span title="{BETTER[collected.directions[p, metric]]}">'
-        f"{ARROWS[collected.directions[p, metric]]}</span></th>"
-        for p, metrics in groups.items()
-        for metric in metrics
-    )
+    second = "".join(_column_head(metric, collected.directions[p, metric]) for p, ms in groups.items() for metric in ms)
     body = []
     for i, (label, name) in enumerate(zip(labels, names, strict=True)):
         figures = []
@@ -144,6 +139,11 @@ def _table(collected: Collected, results: dict[str, Any], cells: dict, labels: l
         f"▲ better, ▼ worse than {escape(names[0])} where the paired interval excludes zero. Forwards: pictures that "
         "the explainer itself shows the classifier.</p></section>"
     )
+
+
+def _column_head(metric: str, higher: bool) -> str:
+    words = _words(metric).replace(" −", "&nbsp;−")
+    return f'<th scope="col">{words}&nbsp;<span title="{BETTER[higher]}">{ARROWS[higher]}</span></th>'
 
 
 def _cell(row: dict[str, Any], best: bool, *, edge: bool) -> str:
@@ -214,7 +214,7 @@ def _gallery(run: Run, collected: Collected, labels: list[str], names: list[str]
                     f'<figure class="cell" data-explainer="{i}"><button type="button" class="stack" '
                     f'aria-label="Enlarge {escape(name)}"><img class="map" alt="" loading="lazy" '
                     f'src="{map_address(collected.maps[label, key])}"></button>'
-                    f'<figcaption><i class="dot s{i % 10}"></i>{escape(name)} <b>{score}</b></figcaption></figure>'
+                    f'<figcaption><i class="dot s{i % 10}"></i>{_breakable(name)} <b>{score}</b></figcaption></figure>'
                 )
             cards.append(
                 f'<article style="--picture:url({picture_address(pictures[key])});--ratio:{width}/{height};'
