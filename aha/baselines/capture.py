@@ -145,10 +145,12 @@ def _attention_hook(
             output = output.detach().requires_grad_(torch.is_grad_enabled())
         record.attention = output
         records.append(record)
-        return output
+        # A view, because torch's FLOP counter can't follow modules that return leaves.
+        return output.view_as(output)
 
     return hook
 
 
 def _require_gradient(_module: nn.Module, args: tuple) -> tuple:
-    return (args[0].detach().requires_grad_(), *args[1:])
+    tokens = args[0].detach().requires_grad_()
+    return (tokens.view_as(tokens), *args[1:])

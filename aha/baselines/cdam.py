@@ -189,7 +189,8 @@ def _tokens_entering(classifier: FrozenClassifier, block: nn.Module) -> Iterator
             raise cannot_serve(classifier, "CDAM", "its blocks normalise after the attention (post-norm), not before.")
         torch.set_grad_enabled(True)
         entering.append(output.detach().requires_grad_())
-        return entering[-1]
+        # A view, because torch's FLOP counter can't follow modules that return leaves.
+        return entering[-1].view_as(output)
 
     handles = [
         block.norm1.register_forward_hook(start),
