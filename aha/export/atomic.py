@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: str | Path, data: bytes | str) -> None:
+def write_atomically(path: str | Path, data: bytes | memoryview | str) -> None:
     """Write a file beside its destination, flush it to disk, and move it there in one step."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -21,12 +18,12 @@ Pixels = Literal["float", "uint8"]
 
 
 class ExplainerGraph(nn.Module):
-    """Classifier and head as one module, on copies, so that the explainer stays as it was.
+    """Classifier, encoder if there is one, and head as one module, on copies, so that the explainer stays as it was.
 
     Args:
         explainer: what to export.
-        precision: ``"fp16"`` runs the backbone in half precision. The head stays in float32: its standardisation and
-            the map's ranking need it, and it is the smaller part.
+        precision: ``"fp16"`` runs classifier and encoder in half precision. The head stays in float32: it is the
+            smaller part, and its standardisation and the map's ranking need it.
 
     Shape:
         - images: ``(batch, 3, H, W)``, float in [0, 1], or uint8
@@ -37,16 +34,18 @@ class ExplainerGraph(nn.Module):
     def __init__(self, explainer: AmortizedExplainer, *, precision: Precision = "fp32") -> None:
         super().__init__()
         self.classifier = copy.deepcopy(explainer.classifier)
+        self.encoder = copy.deepcopy(explainer.encoder)
         if precision == "fp16":
-            self.classifier.half()
+            for backbone in filter(None, (self.classifier, self.encoder)):
+                backbone.half()
         self.head = copy.deepcopy(explainer.head).eval()
         twin = copy.copy(explainer)
-        twin.classifier, twin.head = self.classifier, self.head
+        twin.classifier, twin.encoder, twin.head = self.classifier, self.encoder, self.head
         self._explainer = (twin,)  # a tuple, as modules are registered above already
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         images = images.float() / 255 if images.dtype == torch.uint8 else images.float()
-        output = self.classifier.forward_features(images)
+        output = self._explainer[0].encode(images)
         output = output._replace(logits=output.logits.float(), features=tuple(f.float() for f in output.features))
         targets = torch.where(targets < 0, output.logits.argmax(-1), targets)
         return output.logits, self._explainer[0].decode(output, images, targets).float()
@@ -70,20 +69,33 @@ def trace(explainer: AmortizedExplainer, *, precision: Precision = "fp32", pixel
 
 
 def at_size(explainer: AmortizedExplainer, size: int | Sequence[int]) -> AmortizedExplainer:
-    """The same explainer for another image size; position embeddings are resampled here, not in the graph.
+    """The same explainer for another image size; an encoder keeps its own.
+
+    Position embeddings are resampled here, once, so that no resize of them lands in the graph.
 
     Raises:
-        ValueError: the classifier wasn't built by timm name, or can't take that size.
+        ValueError: the classifier can't take that size.
     """
-    config = explainer.classifier.config()
-    options = {k: v for k, v in config.items() if k not in ("fingerprint", "model_kwargs", "pretrained")}
-    with tempfile.TemporaryDirectory() as folder:
-        weights = Path(folder) / "backbone.safetensors"
-        state = {key: value.detach().cpu().clone() for key, value in explainer.classifier.model.state_dict().items()}
-        safetensors.torch.save_file(state, weights)
-        options |= {"checkpoint_path": str(weights), "image_size": size}
-        classifier = FrozenClassifier.from_timm(**options, **config["model_kwargs"])
-    resized = AmortizedExplainer(classifier, **explainer.options)
+    original = explainer.classifier
+    height, width = (size, size) if isinstance(size, int) else size
+    model = copy.deepcopy(original.model)
+    if hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=(height, width))
+    classifier = FrozenClassifier(
+        model,
+        mean=original.mean.flatten().tolist(),
+        std=original.std.flatten().tolist(),
+        image_size=(height, width),
+        link=original.link,
+        feature_layers=original.feature_layers,
+        class_layer=original.class_layer,
+        class_names=original.class_names,
+        name=original.name,
+        copy_model=False,
+    )
+    if original._config is not None:
+        classifier._config = original._config | {"image_size": [height, width]}
+    resized = AmortizedExplainer(classifier, encoder=explainer.encoder, **explainer.options)
     resized.head.load_state_dict(explainer.head.state_dict())
     resized.head.eval()
     resized.record = explainer.record
