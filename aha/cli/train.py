@@ -18,6 +18,7 @@ from rich.table import Table
 
 import aha.data.demo_datamodule  # noqa: F401 - so that its short class name is known to --data
 from aha.export.artifact import save_artifact
+from aha.training.checkpoints import AtomicCheckpointIO
 from aha.training.module import ExplainerModule
 from aha.training.pictures import Pictures, save_contact_sheet
 
@@ -59,7 +60,9 @@ class TrainCLI(LightningCLI):
         extra = [self.best, self.pictures, RichProgressBar(leave=False)]
         if logger is not False:
             extra.append(LearningRateMonitor("step"))
-        return super().instantiate_trainer(logger=logger, callbacks=extra + list(config.callbacks or []), **kwargs)
+        plugins = [AtomicCheckpointIO(), *as_list(config.plugins)]
+        callbacks = extra + as_list(config.callbacks)
+        return super().instantiate_trainer(logger=logger, callbacks=callbacks, plugins=plugins, **kwargs)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -76,7 +79,7 @@ def main(args: list[str] | None = None) -> None:
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"description": DESCRIPTION},
     )
-    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path)
+    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
     if cli.config.test and not cli.trainer.fast_dev_run and not cli.trainer.interrupted:
         finish(cli, started)
 
@@ -124,11 +127,18 @@ def print_table(means: dict[str, float], output: Path) -> None:
     console.print(f"explainer {output}/explainer · pictures {output}/contact_sheet.png · figures {output}/summary.json")
 
 
+def as_list(value: Any) -> list[Any]:
+    """None, one object or several, as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
 def quiet() -> None:
     """Silence what is intended here: a frozen model in eval mode, few data workers, jsonargparse's deprecations."""
     warnings.filterwarnings("ignore", message=r".*in eval mode at the start of training.*")
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=r".*`IterableDataset` has `__len__` defined.*")
+    # True of the loader, not of the run: batch s is drawn from (seed, s).
+    warnings.filterwarnings("ignore", message=r".*your dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", module="jsonargparse")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "litlogger" not in record.msg)

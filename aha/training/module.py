@@ -209,7 +209,7 @@ class ExplainerModule(LightningModule):
 
     @torch.no_grad()
     def score(self, batch: dict[str, Any], *, others: bool) -> None:
-        """The `aha` protocol (hard deletion and insertion of the predicted class), and pointing where there are masks."""
+        """Hard deletion and insertion by the `aha` protocol, predicted class; pointing where there are masks."""
         images, masks = as_images(batch["image"]), batch.get("mask")
         maps, logits, targets = self.explainer.explain(images)
         by_name = {self.explainer.name: maps}
