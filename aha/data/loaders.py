@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from aha.data.pictures import BadPicture
-from aha.data.pipeline import Recipe, Slot, Source, Tally, collate, decode
+from aha.data.pipeline import BadRateError, Recipe, Slot, Source, Tally, collate, decode
+from aha.data.sources import ShardSourceError
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +46,21 @@ class _Stream(IterableDataset):
             skip = len(range(turn, self.done, workers)) * self.recipe.batch_size
             raw = self.source.train(self.position, Slot(self.rank, self.world, turn, workers), skip)
         tally, items = Tally(), []
-        for sample in raw:
-            tally.seen += 1
-            try:
-                items.append(decode(sample, self.recipe))
-            except BadPicture as error:
-                tally.add(Tally(0, {str(error): (1, sample.key)}))
-                tally.judge(self.recipe.max_bad_rate)
-            if len(items) == self.recipe.batch_size:
-                yield {**collate(items), "tally": (worker, copy.deepcopy(tally))}
-                items = []
-        yield {**(collate(items) if items else {}), "tally": (worker, tally)}
+        try:
+            for sample in raw:
+                tally.seen += 1
+                try:
+                    items.append(decode(sample, self.recipe))
+                except BadPicture as error:
+                    tally.add(Tally(0, {str(error): (1, sample.key)}))
+                    tally.judge(self.recipe.max_bad_rate)
+                if len(items) == self.recipe.batch_size:
+                    yield {**collate(items), "tally": (worker, copy.deepcopy(tally))}
+                    items = []
+        except (BadRateError, ShardSourceError) as error:  # as a message: raised there, not here under a worker's trace
+            yield {"tally": (worker, tally), "failure": error}
+        else:
+            yield {**(collate(items) if items else {}), "tally": (worker, tally)}
 
 
 class EvalLoader:
@@ -105,6 +110,8 @@ class EvalLoader:
             for batch in islice(loader, steps):
                 worker, tallies[worker] = batch.pop("tally")
                 self.tally = _sum(tallies)
+                if "failure" in batch:
+                    raise batch["failure"]
                 self.tally.judge(self.recipe.max_bad_rate)
                 if batch:
                     yield batch

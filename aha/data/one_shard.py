@@ -86,7 +86,7 @@ def _sample(root: Path, key: str, name: str, mask: str | None, label: int, class
     suffix = _KEPT.get(Path(name).suffix.lower())
     if suffix is None:
         encoded = io.BytesIO()
-        Image.fromarray(pixels).save(encoded, "PNG")
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(encoded, "PNG")
         suffix, data = "png", encoded.getvalue()
     info = {"filename": shown(name), "label": label, "width": width, "height": height}
     sample: dict[str, Any] = {"__key__": key, suffix: data}

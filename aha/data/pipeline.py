@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from aha.data.pictures import BadPicture, Resize, read_mask, read_sized
 
@@ -98,8 +100,10 @@ class Tally:
         return f"{self.bad} of {self.seen} samples ({self.bad / max(1, self.seen):.3%}): {named}{rest}"
 
     def judge(self, limit: float, *, final: bool = False) -> None:
-        """Raise :class:`BadRateError` above the limit, once enough was seen (or all of it, ``final``)."""
-        if self.bad > limit * self.seen and (final or self.seen >= MIN_JUDGED):
+        """Raise :class:`BadRateError` above the limit: at the end by the count, before it only where chance can't be
+        the reason (three standard deviations above the limit)."""
+        allowed = limit * self.seen
+        if self.bad > allowed + (0 if final else 3 * math.sqrt(allowed)) and (final or self.seen >= MIN_JUDGED):
             msg = f"unreadable: {self}. That is above max_bad_rate={limit}; repair the data or raise max_bad_rate."
             raise BadRateError(msg)
 
@@ -122,7 +126,7 @@ def decode(sample: RawSample, recipe: Recipe) -> dict[str, Any]:
     if min(own) < MIN_SIDE:
         msg = f"picture of {own[1]}×{own[0]} pixels"
         raise BadPicture(msg)
-    item = {"image": torch.from_numpy(np.array(image)).permute(2, 0, 1), "label": _label(sample), "key": sample.key}
+    item = {"image": image, "label": _label(sample), "key": sample.key}
     if sample.mask is not None:
         mask = read_mask(sample.mask, size=size, resize=resize, of=own)
         item["mask"] = torch.from_numpy(np.array(mask)).unsqueeze(0)
@@ -148,7 +152,7 @@ def _label(sample: RawSample) -> int:
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
     """Stack samples; ``mask`` is kept only if every sample of the batch has one."""
     batch = {
-        "image": torch.stack([item["image"] for item in items]).contiguous(),
+        "image": default_collate([item["image"] for item in items]),  # in a worker, straight into shared memory
         "label": torch.tensor([item["label"] for item in items], dtype=torch.long),
         "key": [item["key"] for item in items],
     }

@@ -129,6 +129,8 @@ class ShardSource:
                         yield from _whole(sample)  # a repeated key and suffix starts another sample
                         sample = None
                     sample = sample or RawSample(key=key)
+                    if field == "info" and sample.label is not None:
+                        continue  # json repeats what cls has told
                     if field and member.size > MAX_MEMBER:
                         sample.error = f"member of {member.size} bytes, above the limit of {MAX_MEMBER}"
                     elif field:

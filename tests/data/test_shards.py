@@ -199,7 +199,7 @@ def test_bad_members_are_skipped_counted_and_told_in_one_line(tmp_path, caplog):
 
 def test_too_many_bad_members_stop_the_run(tmp_path):
     good = encode(plain(1))
-    members = [(f"s{n}.png", b"broken" if n % 4 == 0 else good) for n in range(200)]
+    members = [(f"s{n}.png", b"broken" if n % 3 == 0 else good) for n in range(200)]
     shard = str(write_tar(tmp_path / "x.tar", members))
     recipe = Recipe(image_size=(8, 8), batch_size=4, max_bad_rate=0.1)
     for workers in (0, 1):
