@@ -11,7 +11,7 @@ from aha.data.augment import Augmentation, augment_batch
 from aha.data.folder import FolderDataset
 from aha.data.loaders import EvalLoader, TrainLoader
 from aha.data.pictures import Resize
-from aha.data.pipeline import Recipe, Source, stream_seed
+from aha.data.pipeline import Recipe, Source, Tally, stream_seed
 from aha.data.shards import ShardSource
 from aha.data.sources import expand_urls, info_samples
 
@@ -56,6 +56,7 @@ class _StreamDataModule(pl.LightningDataModule):
         self.num_workers, self.worker_start = num_workers, worker_start
         self.seed, self.augment = seed, tuple(augment)
         self.sources: dict[str, Source] = {}
+        self.loaders: dict[str, EvalLoader] = {}
         self.samples = 0
 
     def _make(self, split: str) -> tuple[Source, int]:
@@ -89,9 +90,10 @@ class _StreamDataModule(pl.LightningDataModule):
             msg = f"{self.samples} training samples don't fill one batch of {batch} on each of {place['world']} ranks."
             raise ValueError(msg)
         progress = self._progress if self.trainer is not None else None
-        return TrainLoader(
+        self.loaders["train"] = loader = TrainLoader(
             self.sources["train"], self.train_recipe, steps=steps, seed=self.seed, progress=progress, **place
         )
+        return loader
 
     def val_dataloader(self) -> EvalLoader | list:
         """Every sample once over all ranks; no loader if no validation data was given."""
@@ -107,7 +109,12 @@ class _StreamDataModule(pl.LightningDataModule):
 
     def _evaluate(self, split: str) -> EvalLoader:
         self._require(split)
-        return EvalLoader(self.sources[split], self.eval_recipe, name=split, **self._place())
+        self.loaders[split] = loader = EvalLoader(self.sources[split], self.eval_recipe, name=split, **self._place())
+        return loader
+
+    def tally(self, split: str = "train") -> Tally:
+        """What this rank has seen and skipped in the running (or last) pass over a split, for a sum over ranks."""
+        return self.loaders[split].tally if split in self.loaders else Tally()
 
     def _require(self, split: str) -> None:
         if self.paths[split] is None:

@@ -155,9 +155,10 @@ class TrainLoader(EvalLoader):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._epochs += 1
+        resume, self._resume = self._resume, None
         self._start, self._done = self.progress() if self.progress else (self._epochs, 0), 0
-        if self._resume is not None:
-            self._start, self._done, self._resume = tuple(self._resume["start"]), self._resume["done"], None
+        if resume is not None and (self.progress is None or resume["start"][0] == self._start[0]):  # the same epoch
+            self._start, self._done = tuple(resume["start"]), resume["done"]
         for batch in self._batches((self.seed, *self._start), self._done, self.steps - self._done):
             self._done += 1
             yield batch

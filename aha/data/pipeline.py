@@ -140,11 +140,11 @@ def _label(sample: RawSample) -> int:
             info = json.loads(sample.info)
             value = info.get("label") if isinstance(info, Mapping) else None
         label = UNKNOWN if value is None else int(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         msg = "label is not an integer"
         raise BadPicture(msg) from error
-    if label < UNKNOWN:
-        msg = "label is negative"
+    if not UNKNOWN <= label < 2**31:
+        msg = "label is out of range"
         raise BadPicture(msg)
     return label
 

@@ -117,10 +117,20 @@ def open_url(url: str, *, allow_pipe: bool = False) -> BinaryIO:
             msg = f"{url}: HTTP {error.code} {error.reason}. Check the address and the permission to read it."
             raise ShardSourceError(msg) from error
     try:
-        return fsspec.open(url, "rb", block_size=2**23).open()
+        system, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         msg = f"{url}: {error}. Install the fsspec back-end for {scheme}://."
         raise ShardSourceError(msg) from error
+    try:
+        return system.open(path, "rb")
+    except (FileNotFoundError, PermissionError) as error:
+        msg = f"{url}: {error}. Check the address and the permission to read it."
+        raise ShardSourceError(msg) from error
+    except (OSError, TypeError):
+        raise
+    except Exception as error:  # each back-end has its own exceptions
+        msg = f"{type(error).__name__}: {error}"
+        raise OSError(msg) from error
 
 
 class Tail:

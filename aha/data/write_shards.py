@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,11 @@ def _run(jobs: list[ShardJob], workers: int) -> Iterator[tuple[ShardJob, ShardDo
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
+        except BrokenProcessPool as error:
+            msg = (
+                "a writing process died (out of memory?); finished shards stay, run again, perhaps with fewer workers."
+            )
+            raise ShardWriteError(msg) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -64,6 +64,22 @@ def test_fit_and_validate(shards, tmp_path):
     assert module.kinds == {torch.uint8}
 
 
+def test_test_and_predict(shards, tmp_path):
+    class Both(Recorder):
+        def test_step(self, batch, _):
+            self.validated += batch["key"]
+
+        def predict_step(self, batch, _):
+            return batch["key"]
+
+    data = ShardDataModule(test=shards, image_size=8, batch_size=4, num_workers=0)
+    module, runner = Both(), trainer(tmp_path, enable_checkpointing=False)
+    runner.test(module, data, verbose=False)
+    predicted = [key for keys in runner.predict(module, data) for key in keys]
+    assert predicted == module.validated == [f"s{n:04d}" for n in range(26)]
+    assert data.tally("test").seen == 26 and data.tally("train").seen == 0
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_run_equals_the_uninterrupted_one(shards, tmp_path, workers):
     whole = Recorder()

@@ -131,6 +131,15 @@ def _saved(state):
     return stream
 
 
+def test_a_state_of_another_epoch_is_left_aside(shards):
+    """An epoch cut short by the trainer (limit_train_batches) ended before the loader did."""
+    state = {"start": [3, 18], "done": 4, "layout": [1, 0, 4, 6, 0]}
+    loader = TrainLoader(source(shards), RECIPE, steps=6, progress=lambda: (4, 22))
+    loader.load_state_dict(state)
+    fresh = TrainLoader(source(shards), RECIPE, steps=6, progress=lambda: (4, 22))
+    assert keys(loader) == keys(fresh)
+
+
 def test_resume_under_another_layout_is_said_and_starts_afresh(shards, caplog):
     state = {"start": [0, 0], "done": 2, "layout": [8, 4, 4, 6, 0]}
     loader = TrainLoader(source(shards), RECIPE, steps=6)
@@ -165,6 +174,12 @@ def test_labels_are_optional_and_come_from_cls_or_json(tmp_path):
         ],
     )  # fmt: skip
     assert batches[0]["label"].tolist() == [-1, 12, 5, -1] and tally.bad == 0
+    for wrong in (b"cat", b"-2", b"9" * 30, b"\xff"):
+        _, tally = one(tmp_path, [("a.png", picture), ("b.png", picture), ("b.cls", wrong)])
+        assert tally.bad == 1
+    for wrong in (b"[" * 100_000, b"{", b'{"label": "x"}', b'{"label": 1e999}'):
+        _, tally = one(tmp_path, [("a.png", picture), ("b.png", picture), ("b.json", wrong)])
+        assert tally.bad == 1
 
 
 def test_masks(tmp_path):
