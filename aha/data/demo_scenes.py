@@ -19,7 +19,7 @@ SIZE = 64  # side of a scene in pixels
 WINDOW = 44  # side of the window in which one stamp (digit, fragment or patch) is drawn
 PAD = 32  # canvas beyond the scene, so that windows may stick out
 CHUNK = 32  # scenes drawn at once: keeps the canvases in the cache
-NUM_PATCHES, NUM_FRAGMENTS = 4, 3
+NUM_PATCHES, NUM_FRAGMENTS = 4, 2
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -106,7 +106,7 @@ def _stamp(pictures: NDArray, rng: IndexedRandom, *, size: tuple[float, float], 
         mode="bicubic",
         align_corners=False,
     )
-    threshold = rng.uniform(0.28, 0.45).astype(np.float32)[:, None, None]
+    threshold = rng.uniform(0.33, 0.47).astype(np.float32)[:, None, None]
     return np.clip((drawn[:, 0].numpy() - threshold) * np.float32(4.0), 0, 1)
 
 
@@ -209,7 +209,7 @@ def _draw_chunk(pictures: NDArray, labels: NDArray, rng: IndexedRandom, digits: 
     classes = np.zeros((batch, digits), dtype=np.int64)
     sources = np.zeros((batch, digits), dtype=np.int64)
     masks = np.zeros((batch, digits, SIZE, SIZE), dtype=bool)
-    size = (26.0, 38.0) if digits == 1 else (24.0, 31.0)
+    size = (26.0, 38.0) if digits == 1 else (25.0, 31.0)
     for k in range(digits):
         classes[:, k] = rng.integer(10) if k == 0 else (classes[:, 0] + 1 + rng.integer(9)) % 10
         sources[:, k] = starts[classes[:, k]] + rng.integer(counts[classes[:, k]])
