@@ -50,11 +50,14 @@ def output_paths(pictures: Sequence[tuple[Path, Path]], output: str | None) -> l
     if output is None and len(pictures) == 1:
         return [Path(f"{pictures[0][1].stem}.explained.png")]
     folder = Path(output or "explained")
+    sources = {file for file, _ in pictures}
     taken: dict[Path, None] = {}
-    for file, name in pictures:
+    for _, name in pictures:
         candidates = [name.with_suffix(".png"), name.with_name(f"{name.name}.png")]
         candidates += [name.with_name(f"{name.stem}-{i}.png") for i in range(2, len(pictures) + 2)]
-        chosen = next(folder / c for c in candidates if folder / c not in taken and (folder / c).resolve() != file)
+        chosen = next(
+            folder / c for c in candidates if folder / c not in taken and (folder / c).resolve() not in sources
+        )
         taken[chosen] = None
     return list(taken)
 
