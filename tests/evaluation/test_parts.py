@@ -97,7 +97,12 @@ def test_saved_maps_that_do_not_serve(tmp_path: Path) -> None:
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY\x01")
     (tmp_path / "broken.safetensors").write_bytes(b"123")
     saved = SavedMaps(tmp_path)
-    for key, reason in {"small": "wrong size", "pickled": "unreadable", "broken": "unreadable", "x": "no saved"}.items():
+    for key, reason in {
+        "small": "wrong size",
+        "pickled": "unreadable",
+        "broken": "unreadable",
+        "x": "no saved",
+    }.items():
         with pytest.raises(LookupError, match=reason):
             saved.get(key, (4, 6))
     with pytest.raises(ValueError, match="no .npy"):
@@ -105,7 +110,11 @@ def test_saved_maps_that_do_not_serve(tmp_path: Path) -> None:
 
 
 def test_specifications() -> None:
-    assert split_specs(" a, rise(x=1,y=[2,3]) ,runs/demo/explainer") == ["a", "rise(x=1,y=[2,3])", "runs/demo/explainer"]
+    assert split_specs(" a, rise(x=1,y=[2,3]) ,runs/demo/explainer") == [
+        "a",
+        "rise(x=1,y=[2,3])",
+        "runs/demo/explainer",
+    ]
     assert split_specs(["a,b", "c(d=1,e=2)"]) == ["a", "b", "c(d=1,e=2)"]
     assert short_labels(["runs/a/explainer", "runs/b/explainer", "cdam"]) == ["a/explainer", "b/explainer", "cdam"]
     assert short_labels(["runs/a/explainer", "captum:Saliency"]) == ["explainer", "captum:Saliency"]
