@@ -35,6 +35,7 @@ maps = explainer.attribute(images, targets=3)  # for a class other than the pred
                 "mean (subtracted inside)": preprocessing["mean"],
                 "deviation (divided by inside)": preprocessing["std"],
             }
+            | ({"encoder of the head": config["encoder"]["name"]} if config.get("encoder") else {})
         ),
         "The folder holds the head"
         + (" and the backbone." if config["weights"].get("backbone_file") else "; the backbone comes from its source.")
