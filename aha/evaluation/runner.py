@@ -85,6 +85,11 @@ class Run:
         text = json.dumps([self.identity, entry and entry.identity, settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def expected(self) -> int | None:
+        """How many samples there are, where known; failures count."""
+        bounds = (self.samples.count, self.limit, None if self.only is None else len(self.only))
+        return min((bound for bound in bounds if bound is not None), default=None)
+
     def blocks(self) -> Iterator[Block]:
         """The samples, in blocks."""
         return blocks(self.samples, self.batch_size, limit=self.limit, only=self.only)
@@ -105,10 +110,8 @@ def run_evaluation(run: Run, store: ResultStore, *, rank: int = 0, world: int = 
     done = _done(store)
     counter = ForwardCounter(run.classifier)
     constant_logits: dict[tuple, Tensor] = {}
-    every = max(1, (run.samples.count or 0) // STORED_SAMPLES)
-    total = run.samples.count
-    if total is not None:
-        total = min(total, *(v for v in (run.limit, run.only and len(run.only)) if v is not None), total)
+    total = run.expected()
+    every = None if total is None else max(1, total // STORED_SAMPLES)
     keys: list[str] = []
     title = f"{len(run.entries)} explainers" + (f", {world} processes" if world > 1 else "")
     with Bar(title, total, shown=rank == 0) as bar, ThreadPoolExecutor(max(1, run.workers)) as pool:
@@ -118,7 +121,7 @@ def run_evaluation(run: Run, store: ResultStore, *, rank: int = 0, world: int = 
             if block.failed:
                 store.append({"kind": "failed", "unit": run.unit(), "reasons": block.failed})
             if batch is not None:
-                keep = block.index % every == 0
+                keep = block.start < STORED_SAMPLES if every is None else block.index % every == 0
                 _run_block(run, batch, store, done, counter, constant_logits, keep_maps=keep)
             bar.advance(size * world)
     return keys

@@ -136,8 +136,9 @@ def _table(collected: Collected, results: dict[str, Any], cells: dict, labels: l
         f'<tr>{second}<th scope="col">ms per image</th><th scope="col">forwards</th></tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
         '<p class="note">Small figures: 95 % bootstrap interval of the mean. Shaded: best of its column. '
-        f"▲ better, ▼ worse than {escape(names[0])} where the paired interval excludes zero. Forwards: pictures that "
-        "the explainer itself shows the classifier.</p></section>"
+        f"▲ better, ▼ worse than {escape(names[0])} where the paired interval excludes zero. Cost of one map, in "
+        f"batches of {results['batch_size']} on {escape(results['classifier']['device'])}; forwards are pictures "
+        "that the explainer shows the classifier.</p></section>"
     )
 
 
