@@ -66,6 +66,9 @@ class CDAM(Explainer):
         if (variant == "concept") != (exemplars is not None):
             msg = f"exemplars=… (images of the concept) go with variant='concept', got variant={variant!r}."
             raise ValueError(msg)
+        if runs < 2 or noise < 0 or chunk_size < 1:
+            msg = f"CDAM needs runs ≥ 2, noise ≥ 0 and chunk_size ≥ 1, got {runs}, {noise}, {chunk_size}."
+            raise ValueError(msg)
         self.variant = variant
         self.name = "cdam" if variant == "vanilla" else f"cdam_{variant}"
         self.runs = runs
@@ -143,6 +146,8 @@ class CDAM(Explainer):
             with torch.no_grad():
                 again, twice = tail(torch.cat([hidden, hidden])), logits.repeat(2, 1)
             same = again.shape == twice.shape and torch.allclose(again.float(), twice.float(), rtol=1e-2, atol=1e-2)
+        except torch.OutOfMemoryError:
+            raise
         except (AttributeError, RuntimeError, TypeError):
             same = False
         if not same:
