@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -19,6 +22,7 @@ from rich.table import Table
 import aha.data.demo_datamodule  # noqa: F401 - so that its short class name is known to --data
 from aha.export.artifact import save_artifact
 from aha.training.checkpoints import AtomicCheckpointIO
+from aha.training.data_tally import DataTally
 from aha.training.module import ExplainerModule
 from aha.training.pictures import Pictures, save_contact_sheet
 
@@ -33,12 +37,19 @@ The output folder gets checkpoints/ (best, last), explainer/ (the artefact that 
 contact_sheet.png and summary.json."""
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Keeps the examples of the description as they are."""
+
+
 class TrainCLI(LightningCLI):
     """LightningCLI with an output folder and the callbacks that every run wants."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--output", type=str, default="runs/aha", help="Folder for everything this run leaves.")
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to resume from.")
+        parser.add_argument(
+            "--checkpoint_minutes", type=float, default=15.0, help="Minutes between checkpoints/recent.ckpt."
+        )
         parser.add_argument("--test", type=bool, default=True, help="Test the best checkpoint at the end.")
         parser.link_arguments("output", "trainer.default_root_dir")
         parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
@@ -56,8 +67,15 @@ class TrainCLI(LightningCLI):
             save_last=True,
             enable_version_counter=False,
         )
-        self.pictures = Pictures()
-        extra = [self.best, self.pictures, RichProgressBar(leave=False)]
+        # For long runs: by the clock, and when a signal or an error ends the run.
+        recent = ModelCheckpoint(
+            output / "checkpoints",
+            filename="recent",
+            train_time_interval=timedelta(minutes=self._get(self.config, "checkpoint_minutes")),
+            save_on_exception=True,
+            enable_version_counter=False,
+        )
+        extra = [self.best, recent, Pictures(), DataTally(), RichProgressBar(leave=False)]
         if logger is not False:
             extra.append(LearningRateMonitor("step"))
         plugins = [AtomicCheckpointIO(), *as_list(config.plugins)]
@@ -77,7 +95,8 @@ def main(args: list[str] | None = None) -> None:
         args=args,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"description": DESCRIPTION},
+        auto_configure_optimizers=False,
+        parser_kwargs={"description": DESCRIPTION, "formatter_class": HelpFormatter},
     )
     cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
     if cli.config.test and not cli.trainer.fast_dev_run and not cli.trainer.interrupted:

@@ -48,7 +48,8 @@ class _StreamDataModule(pl.LightningDataModule):
         if unknown:
             msg = f"unknown augmentations {sorted(unknown)}; choose among 'flip' and 'random_resized_crop'."
             raise ValueError(msg)
-        self.paths = {**paths, "predict": paths["predict"] if paths["predict"] is not None else paths["test"]}
+        test = paths["test"] if paths["test"] is not None else paths["val"]
+        self.paths = {**paths, "test": test, "predict": paths["predict"] if paths["predict"] is not None else test}
         size = (image_size, image_size) if isinstance(image_size, int) else (int(image_size[0]), int(image_size[1]))
         common = {"image_size": size, "resize": resize, "max_bad_rate": max_bad_rate}
         self.train_recipe = Recipe(batch_size=batch_size, **common)
@@ -140,7 +141,7 @@ class ShardDataModule(_StreamDataModule):
     Args:
         train: training shards: brace pattern, glob, folder or list; local, hf://, http(s)://, s3://, gs://, …
         val: validation shards.
-        test: test shards.
+        test: test shards; default: those of val.
         predict: shards to explain; default: those of test.
         image_size: height and width, or one side, of the pictures as the workers deliver them.
         resize: "squash" to that size without crop, as the paper does, or "crop": the largest central part.

@@ -52,11 +52,11 @@ class ExplainerModule(LightningModule):
         self,
         classifier: ClassifierOptions,
         encoder: BackboneOptions | None = None,
-        head: HeadOptions | None = None,
-        objective: AHAObjective | None = None,
-        optimizer: OptimizerOptions | None = None,
-        temperature: TemperatureOptions | None = None,
-        targets: TargetOptions | None = None,
+        head: HeadOptions = HeadOptions(),  # noqa: B008 - an instance, so that --help shows its fields
+        objective: AHAObjective = AHAObjective(),  # noqa: B008
+        optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
+        temperature: TemperatureOptions = TemperatureOptions(),  # noqa: B008
+        targets: TargetOptions = TargetOptions(),  # noqa: B008
         compare: list[str] | None = None,
         seed: int = 0,
     ) -> None:

@@ -123,8 +123,6 @@ class TargetOptions:
     other_share: float = 0.25
 
 
-def as_options(kind: type[T], value: T | dict[str, Any] | None) -> T:
-    """A dataclass instance from an instance, a dict of plain values (from a checkpoint), or None (defaults)."""
-    if isinstance(value, kind):
-        return value
-    return kind(**(value or {}))
+def as_options(kind: type[T], value: T | dict[str, Any]) -> T:
+    """A dataclass instance of its own, from another instance or from a checkpoint's dict of plain values."""
+    return dataclasses.replace(value) if isinstance(value, kind) else kind(**value)

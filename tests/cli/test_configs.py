@@ -1,0 +1,112 @@
+"""Every file in configs/ trains, validates, tests and leaves its artefact, with a tiny backbone and tiny data."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from aha.cli.train import main
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+TRAINING = [path for path in CONFIGS if "evaluat" not in path.stem]
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("shards")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 12), ("val", 4)):
+        with tarfile.open(folder / f"{split}-0000.tar", "w") as tar:
+            for i in range(count):
+                pixels = (torch.rand(40, 48, 3, generator=generator) * 255).byte().numpy()
+                buffer = io.BytesIO()
+                Image.fromarray(pixels).save(buffer, "JPEG")
+                for suffix, data in (("jpg", buffer.getvalue()), ("cls", str(i % 5).encode())):
+                    member = tarfile.TarInfo(f"{split}{i:04d}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return {split: str(folder / f"{split}-0000.tar") for split in ("train", "val")}
+
+
+def test_there_are_configs() -> None:
+    assert {"demo", "demo_convnext", "imagenet_vit_b16", "imagenet_vit_b32", "imagenet_convnext_small"} <= {
+        path.stem for path in TRAINING
+    }
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_config_runs_end_to_end(path: Path, shards: dict[str, str], tmp_path, monkeypatch, capsys) -> None:
+    tiny = "test_convnext" if "convnext" in path.stem else "test_vit"
+    output = tmp_path / "run"
+    args = [
+        f"--config={path}",
+        f"--output={output}",
+        f"--model.classifier.name={tiny}",
+        "--model.classifier.pretrained=false",
+        "--model.classifier.checkpoint_path=null",
+        "--model.classifier.image_size=[64,64]",
+        "--model.objective.num_fractions=2",
+        "--model.head.width=16",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+        "--trainer.precision=32-true",
+        "--trainer.max_steps=2",
+        "--trainer.val_check_interval=1",
+        "--trainer.limit_val_batches=1",
+        "--trainer.limit_test_batches=1",
+    ]
+    if "demo" in path.stem:
+        args += ["--model.classifier.model_kwargs={num_classes: 10}", "--data.train_length=64", "--data.batch_size=2"]
+        args += ["--data.eval_batch_size=2", "--data.val_length=4", "--data.test_length=4"]
+    else:
+        args += [f"--data.train={shards['train']}", f"--data.val={shards['val']}", "--data.train_samples=12"]
+        args += ["--data.image_size=64"]
+        args += ["--data.batch_size=2", "--data.num_workers=0"]
+    if "encoder" in path.stem:
+        args += [
+            "--model.encoder.name=test_vit2",
+            "--model.encoder.pretrained=false",
+            "--model.encoder.image_size=[64,64]",
+        ]
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    main(args)
+    assert {"checkpoints", "explainer", "contact_sheet.png", "summary.json"} <= {p.name for p in output.iterdir()}
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] >= 1
+    assert {"aha/insertion", "aha/deletion", "random/insertion"} <= set(summary["test"])
+    config = json.loads((output / "explainer" / "config.json").read_text())
+    assert config["classifier"]["name"] == tiny
+    assert "ins − del" in capsys.readouterr().out
+
+
+def test_a_misspelt_key_is_named(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--config={CONFIGS[0]}", "--model.objectve.noise=0.1"])
+    assert "objectve" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--config configs/demo.yaml" in text
+    assert "--ckpt_path" in text
+    assert "points on each curve" in text
+    assert "timm model name" in text
+
+
+def test_print_config_is_complete(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--config={CONFIGS[0]}", "--print_config"])
+    text = capsys.readouterr().out
+    assert "num_fractions" in text
+    assert "temperature" in text
