@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from rich.console import Console
@@ -42,7 +43,7 @@ class Bar:
 
     def advance(self, samples: float, *, worked: bool = True) -> None:
         """Count samples as done; ``worked=False`` for those found done, which say nothing about speed."""
-        self.done += samples
+        self.done = min(self.done + samples, self.total or math.inf)  # other processes' share is an estimate
         self.worked += samples if worked else 0
         if self._bar:
             self._bar.update(self._task, completed=round(self.done))

@@ -173,7 +173,7 @@ def _curves(run: Run, collected: Collected, labels: list[str], names: list[str])
             if any(curves):
                 figures.append(curve_figure(curves, names, _words(metric), BETTER[higher]))
         if figures:
-            scored = "share classified as the scored class" if protocol.score == "accuracy" else "probability"
+            scored = "accuracy" if protocol.score == "accuracy" else "probability"
             parts.append(
                 f'<div class="protocol"><h3>{escape(protocol.name)} <span>{scored}</span></h3>{"".join(figures)}</div>'
             )
