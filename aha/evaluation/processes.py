@@ -44,8 +44,12 @@ def launch(function: Callable[..., None], *args: Any, processes: int = 1) -> Non
     else:
         with tempfile.TemporaryDirectory() as folder:
             meeting = Path(folder, "meeting").as_uri()
+            # A fork server imports everything once; it has no threads and no CUDA context that a fork would break.
+            torch.multiprocessing.set_forkserver_preload([function.__module__])
             try:
-                torch.multiprocessing.spawn(_start, (function, args, processes, meeting), nprocs=processes)
+                torch.multiprocessing.start_processes(
+                    _start, (function, args, processes, meeting), nprocs=processes, start_method="forkserver"
+                )
             except torch.multiprocessing.ProcessRaisedException as error:
                 _raise_expected(error)
                 raise
