@@ -56,7 +56,7 @@ class CDAM(Explainer):
         runs: int = 50,
         noise: float = 0.05,
         seed: int = 0,
-        upsample: Upsample = "bilinear",
+        upsample: Upsample = "nearest",
         chunk_size: int = 64,
     ) -> None:
         super().__init__(classifier)

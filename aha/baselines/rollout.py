@@ -20,12 +20,12 @@ class AttentionRollout(Explainer):
 
     Args:
         classifier: a model with readable attention, as for GradSkip.
-        upsample: ``"bilinear"`` or ``"nearest"``.
+        upsample: ``"nearest"`` or ``"bilinear"``.
     """
 
     name = "rollout"
 
-    def __init__(self, classifier: FrozenClassifier, *, upsample: Upsample = "bilinear") -> None:
+    def __init__(self, classifier: FrozenClassifier, *, upsample: Upsample = "nearest") -> None:
         super().__init__(classifier)
         self.upsample = check_upsample(upsample)
 
