@@ -114,11 +114,22 @@ class DemoDataset(Dataset[dict[str, Any]]):
 
 
 WEIGHTS_FOLDER = Path(__file__).parent / "demo_weights"
-DEMO_WEIGHTS_SHA256: dict[str, str] = {"vit": "", "convnext": ""}
+DEMO_WEIGHTS_SHA256: dict[str, str] = {
+    "vit": "fbfa4c9e1926e032de5717b36843de6bb610c1cdb810756d59d511fdfa6e1f7a",
+    "convnext": "6597fd9b0df42b7ac829f93b09720ff3d76ed1bb849d2d32da0167b2e358e50a",
+}
 DEMO_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": (
         "vit_tiny_patch16_224",
-        {"num_classes": 10, "img_size": SIZE, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 4},
+        {
+            "num_classes": 10,
+            "img_size": SIZE,
+            "patch_size": 8,
+            "embed_dim": 96,
+            "depth": 4,
+            "num_heads": 4,
+            "mlp_ratio": 2.0,
+        },
     ),
     "convnext": (
         "convnext_atto",
@@ -127,7 +138,8 @@ DEMO_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
             "patch_size": 2,
             "output_stride": 8,
             "depths": [1, 1, 2, 1],
-            "dims": [32, 64, 96, 96],
+            "dims": [24, 48, 96, 96],
+            "kernel_sizes": [7, 7, 3, 3],
         },
     ),
 }
