@@ -115,7 +115,7 @@ class DemoDataset(Dataset[dict[str, Any]]):
 
 WEIGHTS_FOLDER = Path(__file__).parent / "demo_weights"
 DEMO_WEIGHTS_SHA256: dict[str, str] = {
-    "vit": "fbfa4c9e1926e032de5717b36843de6bb610c1cdb810756d59d511fdfa6e1f7a",
+    "vit": "ed1220fa2bf1fd044b070cdc3a887b934752899e55a56fefcd4f503eb42b6d10",
     "convnext": "6597fd9b0df42b7ac829f93b09720ff3d76ed1bb849d2d32da0167b2e358e50a",
 }
 DEMO_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from aha.data.demo import DemoDataset, digit_pool
+from aha.classifier import FrozenClassifier
+from aha.data import demo, train_demo_classifier
+from aha.data.demo import DEMO_WEIGHTS_SHA256, WEIGHTS_FOLDER, DemoDataset, digit_pool, load_demo_classifier
 from aha.data.demo_scenes import IndexedRandom, draw_scenes
+from aha.data.train_demo_classifier import _erase, _scenes, _targets, measure
 
 
 def test_item_format() -> None:
@@ -89,3 +93,58 @@ def test_bad_options_are_named(options: dict) -> None:
         DemoDataset(**options)
     with pytest.raises(IndexError):
         DemoDataset("val", length=3)[3]
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_shipped_classifiers_do_what_the_demo_needs(name: str) -> None:
+    classifier = load_demo_classifier(name)
+    batch = DemoDataset("test").batch(range(512))
+    with torch.no_grad():
+        predicted = classifier(batch["image"].float() / 255).argmax(-1)
+    assert (predicted == batch["label"]).float().mean() >= 0.97
+    found = measure(lambda images: classifier.probabilities(classifier(images)), count=128)
+    assert found["accuracy"] >= 0.94  # fewer scenes, another stream
+    assert 0.38 <= found["first"] <= 0.55 and 0.38 <= found["second"] <= 0.55
+    assert found["both_on_top"] >= 0.7
+    assert found["largest_on_clutter"] <= 0.2
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_shipped_weights_are_small_and_verified(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = WEIGHTS_FOLDER / f"{name}.safetensors"
+    assert shipped.stat().st_size <= 1_000_000
+    classifier = load_demo_classifier(name)
+    assert all(p.dtype == torch.float32 for p in classifier.model.parameters())
+    assert classifier.num_classes == 10 and classifier.image_size == (64, 64)
+    assert classifier.forward_features(torch.rand(1, 3, 64, 64)).final.shape[-2:] == (8, 8)
+    monkeypatch.setattr(demo, "WEIGHTS_FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match="reinstall"):
+        load_demo_classifier(name)
+    content = bytearray(shipped.read_bytes())
+    content[-1] ^= 1
+    (tmp_path / f"{name}.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=DEMO_WEIGHTS_SHA256[name][:12]):
+        load_demo_classifier(name)
+    with pytest.raises(ValueError, match="'vit', 'convnext'"):
+        load_demo_classifier("resnet")
+
+
+def test_erased_digits_fade_to_undecided() -> None:
+    images, masks, onehot = _scenes("train", 0, 0, (0, 8, 8))
+    erased, left = _erase(images, masks, torch.Generator().manual_seed(0))
+    assert erased.shape == images.shape and left.shape == (16, 2) and (left <= 1).all() and left.min() < 0.5
+    assert torch.allclose(_targets(onehot, torch.ones(16, 2)), onehot.sum(1) / onehot.sum((1, 2))[:, None])
+    assert torch.allclose(_targets(onehot, torch.zeros(16, 2)), torch.full((16, 10), 0.1))
+    assert torch.allclose(_targets(onehot, left).sum(1), torch.ones(16))
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_the_recipe_runs_and_its_file_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_demo_classifier, "measure", lambda *_, **__: {"accuracy": 0.1})
+    files = [tmp_path / "new" / "once.safetensors", tmp_path / "again.safetensors"]
+    for output in files:
+        found = train_demo_classifier.train_demo_classifier(name, output, steps=4, batch_size=8)
+        assert found == {"accuracy": 0.1}
+    assert files[0].read_bytes() == files[1].read_bytes()
+    architecture, options = demo.DEMO_CLASSIFIERS[name]
+    FrozenClassifier.from_timm(architecture, checkpoint_path=str(files[0]), image_size=64, **options)
