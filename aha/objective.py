@@ -84,7 +84,7 @@ class AHAObjective:
         smoothness_window: side of the averaging window of the smoothness term, odd; cut to fit small images.
         blur_masks: soften region borders.
         standardize_scores: give the scores of each image zero mean and unit deviation; false is the published choice.
-        chunk_size: perturbed images per classifier forward and backward.
+        chunk_size: perturbed images per classifier forward and backward; null: chosen by device, free memory and size.
     """
 
     method: Method = "quantile_sinkhorn"
@@ -101,7 +101,7 @@ class AHAObjective:
     smoothness_window: int = 15
     blur_masks: bool = True
     standardize_scores: bool = True
-    chunk_size: int = 64
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

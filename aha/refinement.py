@@ -55,7 +55,7 @@ class RefineOptions:
         temperature: of the soft sort; small, so that soft masks are near the hard ones.
         reference: kind of reference image.
         smoothness_weight: weight of the penalty on isolated peaks.
-        chunk_size: perturbed images per classifier forward and backward.
+        chunk_size: perturbed images per classifier forward and backward; null: chosen by device, free memory and size.
     """
 
     steps: int = 3
@@ -66,7 +66,7 @@ class RefineOptions:
     temperature: float = 0.15
     reference: Reference = "mean"
     smoothness_weight: float = 0.0025
-    chunk_size: int = 64
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 0 or not self.grids or self.mode not in ("map", "head"):

@@ -82,7 +82,7 @@ class EvaluateOptions:
         limit: evaluate only so many samples.
         only: evaluate only the samples named in this file, such as hard.csv.
         batch_size: samples computed together.
-        chunk_size: perturbed images per classifier forward.
+        chunk_size: perturbed images per classifier forward; null: chosen by device, free memory and size.
         device: auto, cpu, cuda, cuda:1, …
         processes: processes started here; torchrun does as well.
         workers: threads per process that decode pictures.
@@ -103,7 +103,7 @@ class EvaluateOptions:
     limit: int | None = None
     only: str | None = None
     batch_size: int = 16
-    chunk_size: int = 64
+    chunk_size: int | None = None
     device: str = "auto"
     processes: int = 1
     workers: int = 2

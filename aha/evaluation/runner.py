@@ -27,6 +27,7 @@ from aha.metrics._maps import map_states
 from aha.metrics.complexity import compactness, sparseness
 from aha.metrics.localization import energy_pointing, pointing_game
 from aha.metrics.segmentation import segmentation_agreement
+from aha.perturbation import automatic_chunk_size
 
 MAPS = "maps"  # the name under which figures of the map alone stand beside the perturbation protocols
 MASK_METRICS = ("pointing_game", "energy_pointing", "pixel_accuracy", "image_mean_iou", "average_precision")
@@ -46,7 +47,7 @@ class Run:
         protocols: perturbation protocols.
         target: the class explained: the predicted one, or the true label (predicted where unknown).
         batch_size: samples computed together.
-        chunk_size: perturbed images per classifier forward.
+        chunk_size: perturbed images per classifier forward; None: chosen by device, free memory and size.
         limit: number of samples; None = all.
         only: keys of the samples to evaluate; None = all.
         seed: of explainers that draw random numbers.
@@ -60,7 +61,7 @@ class Run:
     protocols: Sequence[Protocol]
     target: Literal["predicted", "label"] = "predicted"
     batch_size: int = 16
-    chunk_size: int = 64
+    chunk_size: int | None = None
     limit: int | None = None
     only: set[str] | None = None
     seed: int = 0
@@ -68,6 +69,9 @@ class Run:
     identity: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.chunk_size is None:
+            example = self.classifier.mean.expand(1, 3, *self.classifier.image_size)
+            self.chunk_size = automatic_chunk_size(self.classifier, example)
         self.identity = {
             "classifier": self.classifier.fingerprint(),
             "link": self.classifier.link,

@@ -25,7 +25,7 @@ class _CurveMetric(SampleMean):
     Args:
         classifier: the explained model; not part of the metric's ``state_dict``.
         protocol: a name or settings; the number of points follows from the classifier's image size.
-        chunk_size: images per classifier forward.
+        chunk_size: images per classifier forward; None: chosen by device, free memory and size.
         overrides: settings of the protocol to replace.
     """
 
@@ -40,7 +40,7 @@ class _CurveMetric(SampleMean):
         classifier: FrozenClassifier,
         *,
         protocol: str | Protocol | None = None,
-        chunk_size: int = 64,
+        chunk_size: int | None = None,
         overrides: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -154,7 +154,7 @@ def deletion_auc(
     targets: Targets = None,
     *,
     protocol: str | Protocol = "aha",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Deletion AUC per sample, ``(batch,)`` float64, NaN = excluded; lower is better. See :func:`run_protocol`."""
     return _one("deletion", classifier, images, maps, targets, protocol, chunk_size, None)
@@ -167,7 +167,7 @@ def insertion_auc(
     targets: Targets = None,
     *,
     protocol: str | Protocol = "aha",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Insertion AUC per sample, ``(batch,)`` float64, NaN = excluded; higher is better. See :func:`run_protocol`."""
     return _one("insertion", classifier, images, maps, targets, protocol, chunk_size, None)
@@ -181,7 +181,7 @@ def positive_perturbation(
     *,
     labels: Tensor | None = None,
     protocol: str | Protocol = "perturbation",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Positive perturbation per sample, ``(batch,)`` float64, NaN = excluded; lower is better."""
     return _one("positive_perturbation", classifier, images, maps, targets, protocol, chunk_size, labels)
@@ -195,7 +195,7 @@ def negative_perturbation(
     *,
     labels: Tensor | None = None,
     protocol: str | Protocol = "perturbation",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Negative perturbation per sample, ``(batch,)`` float64, NaN = excluded; higher is better."""
     return _one("negative_perturbation", classifier, images, maps, targets, protocol, chunk_size, labels)
@@ -208,7 +208,7 @@ def _one(
     maps: Tensor,
     targets: Targets,
     protocol: str | Protocol,
-    chunk_size: int,
+    chunk_size: int | None,
     labels: Tensor | None,
 ) -> Tensor:
     result = run_protocol(protocol, classifier, images, maps, targets, labels=labels, chunk_size=chunk_size)

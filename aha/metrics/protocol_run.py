@@ -13,7 +13,7 @@ from aha.classifier import FrozenClassifier
 from aha.explainer import as_images
 from aha.metrics._maps import map_states
 from aha.metrics.protocols import Protocol, get_protocol
-from aha.perturbation import deletion_insertion_curves
+from aha.perturbation import automatic_chunk_size, deletion_insertion_curves
 
 
 class ProtocolResult(NamedTuple):
@@ -46,7 +46,7 @@ def run_protocol(
     targets: int | Sequence[int] | Tensor | None = None,
     *,
     labels: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     clean_logits: Tensor | None = None,
     constant_logits: dict[tuple, Tensor] | None = None,
 ) -> ProtocolResult:
@@ -60,7 +60,7 @@ def run_protocol(
         targets: classes explained; default: the predicted class of the clean image.
         labels: true classes ``(batch,)``, −1 for unknown; scored by protocols with ``target="label"``. Without
             labels those score ``targets``.
-        chunk_size: images per classifier forward.
+        chunk_size: images per classifier forward; None: chosen by device, free memory and size.
         clean_logits: logits of the clean images, where already at hand.
         constant_logits: a dictionary kept between calls, so that a constant reference is classified once in a run.
 
@@ -74,6 +74,7 @@ def run_protocol(
         msg = f"maps must be {(batch, 1, height, width)} for images {tuple(images.shape)}, got {tuple(maps.shape)}."
         raise ValueError(msg)
     maps = maps.to(images.device)
+    chunk_size = automatic_chunk_size(classifier, images) if chunk_size is None else chunk_size
     finite, constant = map_states(maps)
     fractions, counts = protocol.points(height * width)
     classified = 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aha.classifier import FrozenClassifier
+from aha.perturbation.chunks import automatic_chunk_size, lay_out
 from aha.perturbation.ranking import pixel_ranks
 from aha.perturbation.references import Reference, is_constant, make_reference
 
@@ -45,7 +46,7 @@ def deletion_insertion_curves(
     deletion_reference: Reference = "mean",
     insertion_reference: Reference = "mean",
     score: Score = "probability",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     clean_logits: Tensor | None = None,
     constant_logits: dict[tuple, Tensor] | None = None,
 ) -> Curves:
@@ -67,7 +68,7 @@ def deletion_insertion_curves(
         insertion_reference: what insertion starts from.
         score: probability of the target, or whether the image is classified as the target (1 or 0): arg max, for a
             sigmoid link a probability above ½ (inferred: no source states it).
-        chunk_size: images per classifier forward.
+        chunk_size: images per classifier forward; None: :func:`~aha.perturbation.chunks.automatic_chunk_size`.
         clean_logits: ``(batch, classes)`` of the clean images, where already at hand.
         constant_logits: a dictionary kept between calls, so that constant references are classified once in a run.
     """
@@ -97,6 +98,8 @@ def deletion_insertion_curves(
         empty = [images.new_zeros(0, len(c), dtype=torch.float32) for c in (counts, insertion_counts)]
         none = torch.zeros(0, dtype=torch.long, device=device)
         return Curves(torch.tensor(counts, device=device) / pixels, *empty, none)
+    chunk_size = automatic_chunk_size(classifier, images) if chunk_size is None else chunk_size
+    images = lay_out(images)
     needs_clean = targets is None or 0 in counts or pixels in insertion_counts
     if clean_logits is None and needs_clean:
         clean_logits = torch.cat([classify(chunk) for chunk in images.split(chunk_size)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from kornia.filters import gaussian_blur2d
+from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 from torch import Tensor
 
 
@@ -58,12 +58,28 @@ def region_masks_to_pixels(
         ``(batch, K, H, W)`` in [0, 1].
     """
     batch, count, _ = masks.shape
-    pixels = F.interpolate(masks.reshape(batch, count, grid, grid), size=size, mode="nearest")
-    pixels = translate(pixels, (-shift[0], -shift[1]))
-    if blur:
-        with torch.autocast(pixels.device.type, enabled=False):
-            pixels = gaussian_blur2d(pixels, (7, 7), (1.0, 1.0), border_type="reflect")
+    with torch.autocast(masks.device.type, enabled=False):
+        vertical, horizontal = (
+            _spread(grid, side, -by, blur=blur, like=masks) for side, by in zip(size, shift, strict=True)
+        )
+        pixels = vertical @ masks.reshape(batch, count, grid, grid) @ horizontal.T
     return pixels.clamp(0, 1)
+
+
+def _spread(grid: int, side: int, shift: int, *, blur: bool, like: Tensor) -> Tensor:
+    """What each region of one axis gives to each pixel, ``(side, grid)``.
+
+    Upsampling, shift, reflection and blur are linear and act on each axis by itself, so that two small matrix
+    products do for a mask what they would do pixel by pixel, and the gradient comes back as cheaply.
+    """
+    columns = F.interpolate(
+        torch.eye(grid, device=like.device, dtype=like.dtype)[None, None], size=(side, grid), mode="nearest"
+    )
+    columns = translate(columns, (shift, 0))
+    if blur:
+        taps = get_gaussian_kernel1d(7, 1.0, device=like.device, dtype=like.dtype)
+        columns = filter2d_separable(columns, torch.ones_like(taps[:, :1]), taps, border_type="reflect")
+    return columns[0, 0]
 
 
 def translate(maps: Tensor, shift: tuple[int, int]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aha.classifier import FrozenClassifier
+from aha.perturbation.chunks import automatic_chunk_size, lay_out
 from aha.perturbation.regions import region_masks_to_pixels
 
 
@@ -22,7 +23,7 @@ def soft_scores(
     grid: int,
     shift: tuple[int, int] = (0, 0),
     blur: bool = True,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Probability of the targets in images x·(1 − M) + r·M (arXiv 2604.05819, released code).
 
@@ -39,7 +40,7 @@ def soft_scores(
         grid: regions per side.
         shift: the grid's shift in pixels.
         blur: soften region borders.
-        chunk_size: images per classifier forward.
+        chunk_size: images per classifier forward; None: :func:`~aha.perturbation.chunks.automatic_chunk_size`.
 
     Returns:
         ``(batch, K)``, float32 (float64 of a float64 classifier).
@@ -48,7 +49,8 @@ def soft_scores(
     samples = torch.arange(batch, device=masks.device).repeat_interleave(count)
     targets = targets.reshape(batch, -1)
     size = (images.shape[-2], images.shape[-1])
-    difference = reference - images
+    chunk_size = automatic_chunk_size(classifier, images) if chunk_size is None else chunk_size
+    images, difference = lay_out(images), lay_out(reference - images)
 
     def score(flat: Tensor, start: int) -> Tensor:
         of = samples[start : start + len(flat)]
