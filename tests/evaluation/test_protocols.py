@@ -149,7 +149,7 @@ def test_no_image_is_classified_twice(name, classifier, data):
     try:
         first = run_protocol(name, classifier, images, maps, labels=labels, chunk_size=16, constant_logits=cache)
         count = sum(map(len, seen))
-        second = run_protocol(name, classifier, images[:1], maps[:1], constant_logits=cache)
+        second = run_protocol(name, classifier, images[:1], maps[:1], chunk_size=64, constant_logits=cache)
     finally:
         handle.remove()
     constant = {"aha": 1, "rise": 1, "tis": 0, "perturbation": 0}[name]
