@@ -23,7 +23,7 @@ def explainer() -> aha.AmortizedExplainer:
 
 
 def options(**changes) -> RefineOptions:
-    return RefineOptions(**dict(grids=[4], num_fractions=3, step_size=0.1) | changes)
+    return RefineOptions(**dict(grids=[4], references=["mean"], num_fractions=3, step_size=0.1) | changes)
 
 
 @pytest.mark.parametrize("mode", ["map", "head"])

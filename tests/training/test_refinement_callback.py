@@ -13,7 +13,7 @@ from aha.refinement import RefineOptions, refine, self_check
 from aha.training.refinement import TestTimeRefinement
 from tests.training.test_training import make_data, make_module, make_trainer
 
-OPTIONS = RefineOptions(steps=2, grids=[4], num_fractions=2, step_size=0.05)
+OPTIONS = RefineOptions(steps=2, grids=[4], references=["mean"], num_fractions=2, step_size=0.05)
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*LeafSpec.*"), pytest.mark.filterwarnings("ignore:.*many workers.*")]
 
