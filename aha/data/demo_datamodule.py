@@ -92,7 +92,8 @@ class StepStream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         total = sum(map(len, self.sets))
-        for step in range(self.trainer.global_step, self.trainer.global_step + self.steps):
+        start = self.trainer.global_step * self.trainer.accumulate_grad_batches
+        for step in range(start, start + self.steps):
             generator = torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
             chosen = torch.randint(total, (self.trainer.world_size, self.batch_size), generator=generator)
             items = [self._item(int(i)) for i in chosen[self.trainer.global_rank]]
