@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aha.backbone import FrozenBackbone
 from aha.classifier import ClassifierOutput, FrozenClassifier
-from aha.head import AttributionHead, resize
+from aha.head import AttributionHead, Upsampling, resize
 
 Targets = int | Sequence[int] | Tensor | None
 
@@ -91,9 +91,10 @@ class AmortizedExplainer(Explainer):
         class_vector: ``"weights"`` conditions the head on the classifier's own weight row of the class,
             ``"embedding"`` on a learned one.
         evidence: add the classifier's own evidence map (class vector times final features) to the head's output.
+        upsampling: ``"nearest"`` keeps the edges of the tokens, ``"bilinear"`` is smoother.
 
     Attributes:
-        options: width, class_vector and evidence, as passed.
+        options: width, class_vector, evidence and upsampling, as passed.
         record: ``"training"`` summary and ``"metrics"`` of the artefact it was loaded from, else empty.
 
     Example:
@@ -112,12 +113,18 @@ class AmortizedExplainer(Explainer):
         width: int = 96,
         class_vector: Literal["weights", "embedding"] = "weights",
         evidence: bool = True,
+        upsampling: Upsampling = "nearest",
     ) -> None:
         super().__init__(classifier)
         if class_vector not in ("weights", "embedding"):
             msg = f"class_vector must be 'weights' or 'embedding', got {class_vector!r}."
             raise ValueError(msg)
-        self.options: dict[str, Any] = {"width": width, "class_vector": class_vector, "evidence": evidence}
+        self.options: dict[str, Any] = {
+            "width": width,
+            "class_vector": class_vector,
+            "evidence": evidence,
+            "upsampling": upsampling,
+        }
         self.record: dict[str, Any] = {}
         self.encoder = encoder
         source = classifier if encoder is None else encoder
@@ -128,6 +135,7 @@ class AmortizedExplainer(Explainer):
             class_dim=0 if learned else classifier.class_weight.shape[1],
             num_classes=classifier.num_classes if learned else None,
             width=width,
+            upsampling=upsampling,
         ).to(self.device)
 
     def to(self, device: torch.device | str) -> AmortizedExplainer:
@@ -158,7 +166,7 @@ class AmortizedExplainer(Explainer):
         if self.encoder is None:
             return output
         # An encoder of another size sees the same picture at its own.
-        features = self.encoder(resize(images, self.encoder.image_size, antialias=True)).features
+        features = self.encoder(resize(images, self.encoder.image_size, "area")).features
         return output._replace(features=features)
 
     def decode(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Upsampling = Literal["nearest", "bilinear"]
 FINEST_STRIDE = 4
 EMBEDDING_DIM = 128
 
@@ -27,6 +29,8 @@ class AttributionHead(nn.Module):
         class_dim: dimension of the class vectors.
         num_classes: given for a learned embedding of the classes in place of class vectors, else None.
         width: channels of the coarse levels; the one size option.
+        upsampling: how coarse maps reach finer grids. ``"nearest"`` keeps the edges of the tokens, what a patch model
+            sees whole or not at all; ``"bilinear"`` is smoother.
 
     Shape:
         - features: each ``(batch, channels, h, w)``
@@ -45,8 +49,13 @@ class AttributionHead(nn.Module):
         class_dim: int,
         num_classes: int | None = None,
         width: int = 96,
+        upsampling: Upsampling = "nearest",
     ) -> None:
         super().__init__()
+        if upsampling not in ("nearest", "bilinear"):
+            msg = f"upsampling must be 'nearest' or 'bilinear', got {upsampling!r}."
+            raise ValueError(msg)
+        self.upsampling = upsampling
         if width < 8 or width % 4:
             msg = f"width must be a multiple of 4, at least 8, got {width}."
             raise ValueError(msg)
@@ -60,7 +69,14 @@ class AttributionHead(nn.Module):
         widths = [width] * (len(strides) - 2) + [width // 2, width // 4]
         self.members = [[i for i, s in enumerate(feature_strides) if s == stride] for stride in strides]
         self.levels = nn.ModuleList(
-            Level(below, here, [feature_channels[i] for i in members], dim, stem=depth >= len(strides) - 2)
+            Level(
+                below,
+                here,
+                [feature_channels[i] for i in members],
+                dim,
+                stem=depth >= len(strides) - 2,
+                upsampling=upsampling,
+            )
             for depth, (below, here, members) in enumerate(zip([1, *widths], widths, self.members, strict=False))
         )
         self.output = nn.Conv2d(widths[-1], 1, 3, padding=1)
@@ -93,15 +109,18 @@ class AttributionHead(nn.Module):
                 else [min(2 * side, full) for side, full in zip(x.shape[-2:], size, strict=True)]
             )
             x = level(x, here, vectors, images, grid)
-        maps = resize(self.output(x), size)
-        return maps if evidence is None else maps + resize(evidence, size)
+        maps = resize(self.output(x), size, self.upsampling)
+        return maps if evidence is None else maps + resize(evidence, size, self.upsampling)
 
 
 class Level(nn.Module):
     """One resolution: what comes from below, the features of this grid, and the image where ``stem`` is set."""
 
-    def __init__(self, below: int, width: int, channels: Sequence[int], class_dim: int, *, stem: bool) -> None:
+    def __init__(
+        self, below: int, width: int, channels: Sequence[int], class_dim: int, *, stem: bool, upsampling: Upsampling
+    ) -> None:
         super().__init__()
+        self.upsampling = upsampling
         self.below = nn.Conv2d(below, width, 1)
         self.project = nn.ModuleList(nn.Sequential(ChannelNorm(c), nn.Conv2d(c, width, 1)) for c in channels)
         self.gate = nn.ModuleList(nn.Linear(class_dim, width) for _ in channels)
@@ -117,11 +136,11 @@ class Level(nn.Module):
     def forward(
         self, x: Tensor | None, features: Sequence[Tensor], vectors: Tensor, images: Tensor, grid: Sequence[int]
     ) -> Tensor:
-        y = 0 if x is None else resize(self.below(x), grid)
+        y = 0 if x is None else resize(self.below(x), grid, self.upsampling)
         for feature, project, gate in zip(features, self.project, self.gate, strict=True):
             y = y + project(feature) * gate(vectors)[:, :, None, None]
         if self.stem is not None:
-            y = y + self.stem(resize(images - 0.5, grid, antialias=True))
+            y = y + self.stem(resize(images - 0.5, grid, "area"))
         return y + self.out(F.gelu(self.mix(self.norm(y))))
 
 
@@ -144,10 +163,10 @@ def standardize(maps: Tensor) -> Tensor:
     return (flat / flat.std(1, unbiased=False, keepdim=True).clamp_min(1e-6)).view_as(maps)
 
 
-def resize(x: Tensor, size: Sequence[int], *, antialias: bool = False) -> Tensor:
-    """Resampling to ``(height, width)``: bilinear, or by area (as ONNX can, too) where ``antialias`` is set."""
+def resize(x: Tensor, size: Sequence[int], mode: Literal["nearest", "bilinear", "area"]) -> Tensor:
+    """Resampling to ``(height, width)``; "area" is the one to make pictures smaller with."""
     if tuple(x.shape[-2:]) == tuple(size):
         return x
-    if antialias:
+    if mode == "area":
         return F.adaptive_avg_pool2d(x, tuple(size))
-    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
+    return F.interpolate(x, size=tuple(size), mode=mode, align_corners=False if mode == "bilinear" else None)

@@ -123,7 +123,7 @@ def build_from_config(
     if config.get("encoder"):
         encoder = FrozenBackbone.from_config(config["encoder"], checkpoint_path=encoder_path)
         encoder.to(classifier.mean.device)
-    explainer = AmortizedExplainer(classifier, encoder=encoder, **config["explainer"])
+    explainer = AmortizedExplainer(classifier, encoder=encoder, **{"upsampling": "bilinear"} | config["explainer"])
     try:
         explainer.head.load_state_dict(head, strict=True)
     except (RuntimeError, AttributeError, TypeError) as error:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from aha.backbone import FrozenBackbone
 from aha.classifier import FrozenClassifier
+from aha.head import Upsampling
 
 T = TypeVar("T")
 
@@ -62,11 +63,13 @@ class HeadOptions:
         width: channels of the coarse levels; the one size option.
         class_vector: 'weights' takes the classifier's own weight row of a class, 'embedding' learns one.
         evidence: add the classifier's own evidence map (class vector times final features) to the output.
+        upsampling: 'nearest' keeps the edges of the tokens, 'bilinear' is smoother.
     """
 
     width: int = 96
     class_vector: Literal["weights", "embedding"] = "weights"
     evidence: bool = True
+    upsampling: Upsampling = "nearest"
 
 
 @dataclass(kw_only=True)
