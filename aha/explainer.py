@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,7 +51,8 @@ class Explainer:
         with torch.inference_mode(False):
             # A trainer's inference tensors can't enter a gradient method; copies made here can.
             images, targets = (x.clone() if x is not None and x.is_inference() else x for x in (images, targets))
-            maps = self._attribute(images, targets)
+            with named_size(self.classifier, images):
+                maps = self._attribute(images, targets)
         expected = (len(images), 1, *images.shape[-2:])
         if tuple(maps.shape) != expected:
             msg = f"{self.name} returned maps of shape {tuple(maps.shape)}, expected {expected}."
@@ -152,7 +154,7 @@ class AmortizedExplainer(Explainer):
         training = self.head.training
         self.head.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), named_size(self.classifier, images):
                 output = self.encode(images)
                 targets = self.classifier.resolve_targets(targets, output.logits)
                 return Explanation(self.decode(output, images, targets).float(), output.logits, targets)
@@ -214,6 +216,22 @@ class CallableExplainer(Explainer):
                 targets = self.classifier(images).argmax(-1)
         maps = torch.as_tensor(self.function(images, targets), device=images.device)
         return maps if maps.ndim == 4 else maps[:, None]
+
+
+@contextmanager
+def named_size(classifier: FrozenClassifier, images: Tensor) -> Iterator[None]:
+    """Say which size the classifier takes where timm asserts that it isn't this one."""
+    try:
+        yield
+    except AssertionError as error:
+        given, taken = tuple(images.shape[-2:]), classifier.image_size
+        if given == taken:
+            raise
+        msg = (
+            f"images are {given[0]}×{given[1]}, {classifier.name} takes {taken[0]}×{taken[1]}: resize them, or build "
+            f"the classifier with image_size={given}."
+        )
+        raise ValueError(msg) from error
 
 
 def as_images(images: Tensor, device: torch.device | None = None) -> Tensor:

@@ -110,6 +110,9 @@ class AHAObjective:
         if not 1 <= self.min_grid <= self.max_grid:
             msg = f"grids must satisfy 1 ≤ min_grid ≤ max_grid, got {self.min_grid} and {self.max_grid}."
             raise ValueError(msg)
+        if self.num_fractions < 1 or (self.fraction_sampling == "linspace" and self.num_fractions < 2):
+            msg = f"num_fractions must be at least 1 (2 for 'linspace'), got {self.num_fractions}."
+            raise ValueError(msg)
         if self.smoothness_window < 1 or self.smoothness_window % 2 == 0:
             msg = f"smoothness_window must be odd, got {self.smoothness_window}."
             raise ValueError(msg)

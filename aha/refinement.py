@@ -99,10 +99,13 @@ def refine(
     classifier = explainer.classifier
     with torch.inference_mode(False):
         # A trainer's inference tensors can't be saved for a backward pass; copies made here can.
-        images = as_images(images.clone(), explainer.device)
+        images = as_images(images.detach().clone(), explainer.device)
         with torch.no_grad():
             targets = classifier.resolve_targets(targets, classifier(images)).clone()
         start = explainer.attribute(images, targets) if maps is None else maps.to(images.device).float().clone()
+        if tuple(start.shape) != (len(images), 1, *images.shape[-2:]):
+            msg = f"maps must be {(len(images), 1, *images.shape[-2:])} for these images, got {tuple(start.shape)}."
+            raise ValueError(msg)
         return _refine(explainer, images, start, targets, options)
 
 
@@ -182,7 +185,7 @@ def _refine_maps(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     maps = standardize(start).clone().requires_grad_()
     # Adam works element by element, so the samples of a batch don't touch each other.
-    optimizer = torch.optim.Adam([maps], lr=options.step_size or 0.3)
+    optimizer = torch.optim.Adam([maps], lr=0.3 if options.step_size is None else options.step_size)
     best = _Best(maps.detach())
     for step in range(options.steps + 1):
         last = step == options.steps
@@ -202,7 +205,7 @@ def _refine_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     output = explainer.encode(images)
     head = copy.deepcopy(explainer.head).eval()
-    optimizer = torch.optim.Adam(head.parameters(), lr=options.step_size or 0.003)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.003 if options.step_size is None else options.step_size)
     best = _Best(start)
     for step in range(options.steps + 1):
         last = step == options.steps

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import aha
+from aha.classifier import FrozenClassifier
 from aha.explainer import CallableExplainer, Explainer, as_images
 
 
@@ -120,3 +122,11 @@ def test_any_callable(vit):
 def test_nan_is_passed_on(vit):
     explainer = CallableExplainer(vit, lambda images, _: images[:, :1] * torch.nan, "broken")
     assert explainer.attribute(torch.rand(1, 3, 64, 96)).isnan().all()
+
+
+def test_images_of_another_size_are_named() -> None:
+    tiny = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    classifier = FrozenClassifier.from_timm("vit_tiny_patch16_224", pretrained=False, image_size=64, **tiny)
+    for explainer in (aha.AmortizedExplainer(classifier, width=8), aha.CDAM(classifier)):
+        with pytest.raises(ValueError, match="images are 96×96, vit_tiny_patch16_224 takes 64×64"):
+            explainer.attribute(torch.rand(1, 3, 96, 96))

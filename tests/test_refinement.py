@@ -111,3 +111,11 @@ def test_head_mode_needs_a_head(explainer) -> None:
 def test_bad_options_are_named() -> None:
     with pytest.raises(ValueError, match="steps ≥ 0"):
         RefineOptions(steps=-1)
+
+
+def test_the_callers_images_and_wrong_maps(explainer) -> None:
+    images = torch.rand(2, 3, SIZE, SIZE).requires_grad_()
+    refine(explainer, images, options=options(mode="head", steps=1))
+    assert images.grad is None
+    with pytest.raises(ValueError, match="maps must be .2, 1, 32, 32. for these images, got .1, 1, 32, 32."):
+        refine(explainer, images, maps=torch.rand(1, 1, SIZE, SIZE), options=options())

@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import DefaultHelpFormatter
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.table import Table
 
 import aha.data.demo_datamodule  # noqa: F401 - so that its short class name is known to --data
 from aha.export.artifact import save_artifact
-from aha.training.checkpoints import AtomicCheckpointIO
+from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from aha.training.data_tally import DataTally
 from aha.training.module import ExplainerModule
 from aha.training.pictures import Pictures, save_contact_sheet
@@ -37,6 +38,21 @@ The output folder gets checkpoints/ (best, last), explainer/ (the artefact that 
 contact_sheet.png and summary.json."""
 
 
+class PlainProgress(ProgressBar):
+    """A line every half minute, for output that is not a terminal."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.first, self.began, self.said = trainer.global_step, time.monotonic(), time.monotonic()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        now, step, total = time.monotonic(), trainer.global_step, pl_module.total_steps
+        if now - self.said >= 30 or step == total:
+            self.said = now
+            left = (now - self.began) / max(step - self.first, 1) * (total - step)
+            loss = trainer.callback_metrics.get("train/loss", float("nan"))
+            print(f"step {step}/{total}  loss {float(loss):.3f}  {left / 60:.1f} min left", flush=True)
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """Keeps the examples of the description as they are."""
 
@@ -48,7 +64,7 @@ class TrainCLI(LightningCLI):
         parser.add_argument("--output", type=str, default="runs/aha", help="Folder for everything this run leaves.")
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint to resume from.")
         parser.add_argument(
-            "--checkpoint_minutes", type=float, default=15.0, help="Minutes between checkpoints/recent.ckpt."
+            "--checkpoint_minutes", type=float, default=15.0, help="Minutes between writings of checkpoints/last.ckpt."
         )
         parser.add_argument("--test", type=bool, default=True, help="Test the best checkpoint at the end.")
         parser.link_arguments("output", "trainer.default_root_dir")
@@ -64,18 +80,12 @@ class TrainCLI(LightningCLI):
             filename="best",
             monitor="val/insertion_minus_deletion",
             mode="max",
-            save_last=True,
             enable_version_counter=False,
         )
-        # For long runs: by the clock, and when a signal or an error ends the run.
-        recent = ModelCheckpoint(
-            output / "checkpoints",
-            filename="recent",
-            train_time_interval=timedelta(minutes=self._get(self.config, "checkpoint_minutes")),
-            save_on_exception=True,
-            enable_version_counter=False,
-        )
-        extra = [self.best, recent, Pictures(), DataTally(), RichProgressBar(leave=False)]
+        self.last = output / "checkpoints" / "last.ckpt"
+        last = LastCheckpoint(self.last, minutes=self._get(self.config, "checkpoint_minutes"))
+        bar = RichProgressBar(leave=False) if sys.stdout.isatty() else PlainProgress()
+        extra = [self.best, last, Pictures(), DataTally(), bar]
         if logger is not False:
             extra.append(LearningRateMonitor("step"))
         plugins = [AtomicCheckpointIO(), *as_list(config.plugins)]
@@ -87,6 +97,21 @@ def main(args: list[str] | None = None) -> None:
     """Run the command line; ``args`` default to the process's own."""
     started = time.perf_counter()
     quiet()
+    try:
+        cli = build(args)
+    except (ValueError, ConnectionError, FileNotFoundError) as error:
+        # Wrong names, weights or sizes, each with its remedy: a traceback would only hide it.
+        sys.exit(f"train.py: {error}")
+    try:
+        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
+    except SIGTERMException:
+        sys.exit(143)  # a scheduler must not take a stopped run for a finished one
+    if cli.config.test and not cli.trainer.fast_dev_run and not cli.trainer.interrupted:
+        finish(cli, started)
+
+
+def build(args: list[str] | None) -> TrainCLI:
+    """Model, data and trainer from the command line."""
     cli = TrainCLI(
         ExplainerModule,
         subclass_mode_data=True,
@@ -98,15 +123,22 @@ def main(args: list[str] | None = None) -> None:
         auto_configure_optimizers=False,
         parser_kwargs={"description": DESCRIPTION, "formatter_class": HelpFormatter},
     )
-    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.config.ckpt_path, weights_only=True)
-    if cli.config.test and not cli.trainer.fast_dev_run and not cli.trainer.interrupted:
-        finish(cli, started)
+    given = getattr(getattr(cli.datamodule, "train_recipe", None), "image_size", None)
+    wanted = cli.model.classifier.image_size
+    if given is not None and tuple(given) != tuple(wanted):
+        msg = (
+            f"The data are read at {given[0]}×{given[1]} pixels, {cli.model.classifier.name} takes "
+            f"{wanted[0]}×{wanted[1]}: pass --data.image_size '[{wanted[0]}, {wanted[1]}]', or another "
+            "--model.classifier.image_size."
+        )
+        raise ValueError(msg)
+    return cli
 
 
 def finish(cli: TrainCLI, started: float) -> None:
     """Test the best checkpoint; leave artefact, contact sheet and summary; print the table."""
     output, trainer, module = Path(cli.config.output), cli.trainer, cli.model
-    chosen = cli.best.best_model_path or cli.best.last_model_path
+    chosen = cli.best.best_model_path or cli.last
     checkpoint = torch.load(chosen, weights_only=True, map_location="cpu")
     module.load_state_dict(checkpoint["state_dict"])
     trainer.test(module, cli.datamodule, verbose=False)
@@ -135,7 +167,8 @@ def print_table(means: dict[str, float], output: Path) -> None:
         "pointing_game": "pointing ↑",
         "pointing_game_of_two": "of two ↑",
     }
-    table = Table("explainer", title="Test set, `aha` protocol (hard ranking, 21 fractions, mean reference)")
+    columns = {metric: title for metric, title in columns.items() if any(name.endswith(f"/{metric}") for name in means)}
+    table = Table("explainer", title="Test pictures, `aha` protocol (hard ranking, 21 fractions, mean reference)")
     for title in columns.values():
         table.add_column(title, justify="right")
     for explainer in dict.fromkeys(name.split("/")[0] for name in means):

@@ -43,6 +43,12 @@ class DemoDataModule(LightningDataModule):
         if not 0 <= two_digit_share <= 1:
             msg = f"two_digit_share must lie in [0, 1], got {two_digit_share}."
             raise ValueError(msg)
+        sizes = {"batch_size": batch_size, "train_length": train_length, "val_length": val_length}
+        sizes |= {"test_length": test_length, "eval_batch_size": eval_batch_size}
+        for name, value in sizes.items():
+            if value < 1:
+                msg = f"{name} must be at least 1, got {value}."
+                raise ValueError(msg)
         self.batch_size = batch_size
         self.train_length = train_length
         self.two_digit_share = two_digit_share
@@ -61,7 +67,7 @@ class DemoDataModule(LightningDataModule):
         trainer = self.trainer
         # A run by steps is one long epoch, so that its progress bar shows the time that remains.
         epoch = max(self.train_length // (self.batch_size * trainer.world_size), 1)
-        steps = trainer.max_steps if trainer.max_steps > 0 else epoch
+        steps = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps > 0 else epoch
         return DataLoader(StepStream(sets, self.batch_size, steps, self.seed, trainer), batch_size=None)
 
     def val_dataloader(self) -> DataLoader:

@@ -81,6 +81,13 @@ class ExplainerModule(LightningModule):
             encoder=self.options["encoder"].build() if encoder is not None else None,
             **dataclasses.asdict(self.options["head"]),
         )
+        smallest = min(self.explainer.classifier.image_size)
+        if self.objective.max_grid > smallest:
+            msg = (
+                f"A grid of {self.objective.max_grid} regions per side doesn't fit images of {smallest} pixels: lower "
+                "model.objective.max_grid."
+            )
+            raise ValueError(msg)
         self.classifier, self.encoder, self.head = (
             self.explainer.classifier,
             self.explainer.encoder,
@@ -122,7 +129,7 @@ class ExplainerModule(LightningModule):
         images = as_images(batch["image"])
         # Draws shared by all ranks: equal work on each, and N ranks equal one process at N times the batch.
         shared = torch.Generator().manual_seed(self.seed * 1_000_003 + self.global_step)
-        own = torch.Generator().manual_seed((self.seed * 1_000_003 + self.global_step) * 4099 + self.global_rank + 1)
+        own = torch.Generator().manual_seed((self.seed * 1_000_003 + batch_idx) * 4099 + self.global_rank + 1)
         output = self.explainer.encode(images)
         draw = self.objective.draw((images.shape[-2], images.shape[-1]), shared)
         mapped, scored = self.draw_targets(output.logits, batch.get("label"), own)

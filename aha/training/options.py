@@ -103,6 +103,11 @@ class TemperatureOptions:
     end: float = 0.1
     schedule: Literal["geometric", "linear"] = "geometric"
 
+    def __post_init__(self) -> None:
+        if self.start <= 0 or self.end <= 0:
+            msg = f"temperatures must be positive, got start={self.start} and end={self.end}."
+            raise ValueError(msg)
+
     def at(self, progress: float) -> float:
         """Temperature at a share of the run in [0, 1]."""
         progress = min(max(progress, 0.0), 1.0)

@@ -110,3 +110,25 @@ def test_print_config_is_complete(capsys) -> None:
     text = capsys.readouterr().out
     assert "num_fractions" in text
     assert "temperature" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.classifier.name=vit_tinyy_patch16_224"], "timm has no model 'vit_tinyy_patch16_224'. Nearest: vit_"),
+        (
+            [
+                "--model.classifier.name=test_vit",
+                "--model.classifier.pretrained=false",
+                "--model.classifier.image_size=[64,64]",
+                "--data.image_size=96",
+            ],
+            "read at 96×96 pixels, test_vit takes 64×64: pass --data.image_size '.64, 64.'",
+        ),
+    ],
+)
+def test_wrong_names_and_sizes_end_in_one_message(arguments: list[str], message: str, shards: dict[str, str]) -> None:
+    config = Path(__file__).parents[2] / "configs" / "imagenet_vit_b16.yaml"
+    data = [f"--data.train={shards['train']}", "--data.train_samples=12", "--trainer.accelerator=cpu"]
+    with pytest.raises(SystemExit, match=message):
+        main([f"--config={config}", *data, *arguments])

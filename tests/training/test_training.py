@@ -16,7 +16,7 @@ from lightning import Callback, Trainer
 
 from aha.data.demo_datamodule import DemoDataModule
 from aha.objective import AHAObjective
-from aha.training.checkpoints import AtomicCheckpointIO
+from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from aha.training.module import ExplainerModule
 from aha.training.options import ClassifierOptions, HeadOptions, TargetOptions, TemperatureOptions
 
@@ -203,7 +203,7 @@ def test_targets_drawn_for_training() -> None:
 
 WRITER = """
 import sys, torch
-from aha.training.checkpoints import AtomicCheckpointIO
+from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 io, path = AtomicCheckpointIO(), sys.argv[1]
 print("ready", flush=True)
 for step in range(10**9):
@@ -236,3 +236,32 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch) -> Non
         AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_last_is_the_last_state_whatever_the_best(tmp_path) -> None:
+    path = tmp_path / "last.ckpt"
+    trainer = make_trainer(
+        tmp_path, max_steps=5, limit_val_batches=1, val_check_interval=2, callbacks=[LastCheckpoint(path)]
+    )
+    module = make_module()
+    trainer.fit(module, make_data())
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["global_step"] == 5
+    assert same({f"head.{k}": v for k, v in head(module).items()}, checkpoint["state_dict"])
+
+
+def test_accumulated_gradients_make_as_many_steps(tmp_path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=3, accumulate_grad_batches=2)
+    trainer.fit(make_module(), make_data())
+    assert trainer.global_step == 3
+
+
+def test_sizes_that_cannot_be_are_named() -> None:
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        DemoDataModule(batch_size=0)
+    with pytest.raises(ValueError, match="grid of 100 regions per side doesn't fit images of 64"):
+        make_module(objective=AHAObjective(max_grid=100))
+    with pytest.raises(ValueError, match="temperatures must be positive"):
+        TemperatureOptions(end=0.0)
+    with pytest.raises(ValueError, match="num_fractions must be at least 1"):
+        AHAObjective(num_fractions=0)
