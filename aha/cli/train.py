@@ -73,7 +73,7 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         output = Path(self._get(self.config, "output"))
-        config = self._get(self.config, "trainer")
+        config = self._get(self.config_init, "trainer")  # its callbacks, plugins and logger are objects by now
         logger = TensorBoardLogger(output, name="", version="logs") if config.logger is None else config.logger
         self.best = ModelCheckpoint(
             output / "checkpoints",
