@@ -18,6 +18,8 @@ from lightning import Callback, Trainer
 from aha.data.demo_datamodule import DemoDataModule
 from aha.objective import AHAObjective
 from aha.training.module import ExplainerModule
+from aha.refinement import RefineOptions
+from aha.training.refinement import TestTimeRefinement
 from aha.training.options import ClassifierOptions, HeadOptions, OptimizerOptions, TargetOptions
 
 torch.set_num_threads(1)
@@ -47,10 +49,11 @@ if __name__ == "__main__":
         compare=[],
     )
     data = DemoDataModule(batch_size=4 // world, train_length=32, val_length=5, test_length=7, eval_batch_size=2)
+    refinement = TestTimeRefinement(RefineOptions(steps=2, grids=[4], references=["mean"], num_fractions=2))
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp_spawn" if world > 1 else "auto", max_steps=3, max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=2, callbacks=[Keep()],
+        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=2, callbacks=[Keep(), refinement],
     )
     trainer.fit(module, data)
     trainer.test(module, data, verbose=False)
@@ -84,3 +87,4 @@ def test_ranks_agree_and_equal_one_process(world: int, tmp_path) -> None:
         assert means.keys() == expected.keys()
         assert all(means[name] == pytest.approx(expected[name], abs=2e-4) for name in means)
         assert means["object_mask/pointing_game"] == 1.0
+        assert "aha refined/insertion" in means

@@ -116,3 +116,24 @@ def test_key_files_that_are_none(tmp_path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no column 'key'"):
         TestTimeRefinement(OPTIONS, "keys", keys=str(tmp_path / "other.csv"))
+
+
+def test_refining_a_quarter_costs_a_quarter(tmp_path) -> None:
+    module = trained_like()
+    batch = PredictData(test_length=4).test_dataloader()[0].dataset.dataset.batch(range(4))
+    images = batch["image"].float() / 255
+    maps, _, targets = module.explainer.explain(batch["image"])
+    (tmp_path / "hard.csv").write_text(f"key\n{batch['key'][1]}\n")
+    spent = {}
+    for name, callback in (
+        ("all", TestTimeRefinement(OPTIONS)),
+        ("one", TestTimeRefinement(OPTIONS, "keys", keys=str(tmp_path / "hard.csv"))),
+    ):
+        seen = []
+        handle = module.classifier.model.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(len(out)))
+        try:
+            callback(module.explainer, images, maps, targets, batch["key"])
+        finally:
+            handle.remove()
+        spent[name] = sum(seen)
+    assert spent["one"] * 4 == spent["all"]
