@@ -52,7 +52,7 @@ def shards(tmp_path):
 
 def shard_data(shards, **options):
     common = {"image_size": 8, "batch_size": 4, "num_workers": 0, "shuffle_buffer": 6}
-    return ShardDataModule(train=shards, val=shards, **{**common, **options})
+    return ShardDataModule(**{"train": shards, "val": shards, **common, **options})
 
 
 def test_fit_and_validate(shards, tmp_path):
@@ -166,7 +166,10 @@ def test_clear_errors(shards, tmp_path):
     with pytest.raises(ValueError, match="don't fill one batch"):
         shard_data(shards, batch_size=27).train_dataloader()
     with pytest.raises(ValueError, match="no test data"):
-        shard_data(shards).test_dataloader()
+        shard_data(shards, val=None).test_dataloader()
+    # Validation data stand in for test data that are not given.
+    standing_in, given = shard_data(shards), shard_data(shards, test=shards)
+    assert [b["key"] for b in standing_in.test_dataloader()] == [b["key"] for b in given.test_dataloader()]
     (tmp_path / "shards/_info.json").unlink()
     with pytest.raises(ValueError, match="train_samples"):
         shard_data(shards).setup("fit")
