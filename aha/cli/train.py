@@ -193,4 +193,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r".*your dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", module="jsonargparse")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "litlogger" not in record.msg)
+    noise = ("litlogger", "`weights_only` was not set")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: not any(text in str(record.msg) for text in noise)
+    )
