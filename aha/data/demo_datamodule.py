@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, Trainer
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from aha.data.demo import DemoDataset
 
@@ -68,7 +68,7 @@ class DemoDataModule(LightningDataModule):
         # A run by steps is one long epoch, so that its progress bar shows the time that remains.
         epoch = max(self.train_length // (self.batch_size * trainer.world_size), 1)
         steps = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps > 0 else epoch
-        return DataLoader(StepStream(sets, self.batch_size, steps, self.seed, trainer), batch_size=None)
+        return DataLoader(StepStream(ConcatDataset(sets), self.batch_size, steps, self.seed, trainer), batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
         return self._eval(DemoDataset("val", length=self.val_length, seed=self.seed))
@@ -86,8 +86,8 @@ class DemoDataModule(LightningDataModule):
 class StepStream(IterableDataset):
     """Batches indexed by training step, so that resuming at step s goes on with batch s."""
 
-    def __init__(self, sets: list[DemoDataset], batch_size: int, steps: int, seed: int, trainer: Trainer) -> None:
-        self.sets = sets
+    def __init__(self, data: Dataset, batch_size: int, steps: int, seed: int, trainer: Trainer) -> None:
+        self.data = data
         self.batch_size = batch_size
         self.steps = steps
         self.seed = seed
@@ -97,21 +97,13 @@ class StepStream(IterableDataset):
         return self.steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        total = sum(map(len, self.sets))
         start = self.trainer.global_step * self.trainer.accumulate_grad_batches
         for step in range(start, start + self.steps):
             generator = torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
-            chosen = torch.randint(total, (self.trainer.world_size, self.batch_size), generator=generator)
-            items = [self._item(int(i)) for i in chosen[self.trainer.global_rank]]
+            chosen = torch.randint(len(self.data), (self.trainer.world_size, self.batch_size), generator=generator)
+            items = [self.data[int(i)] for i in chosen[self.trainer.global_rank]]
             yield {
                 "image": torch.stack([item["image"] for item in items]),
                 "label": torch.tensor([item["label"] for item in items]),
                 "key": [item["key"] for item in items],
             }
-
-    def _item(self, index: int) -> dict[str, Any]:
-        for data in self.sets:
-            if index < len(data):
-                return data[index]
-            index -= len(data)
-        raise IndexError(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from aha.backbone import FrozenBackbone
 from aha.classifier import FrozenClassifier
@@ -31,10 +31,12 @@ class BackboneOptions:
     image_size: list[int] | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    KIND: ClassVar[type[FrozenBackbone]] = FrozenBackbone
+
     def build(self) -> FrozenBackbone:
-        """The frozen backbone; raises as :meth:`FrozenBackbone.from_timm` does."""
+        """The frozen model of this kind; raises as :meth:`FrozenBackbone.from_timm` does."""
         options = dataclasses.asdict(self)
-        return FrozenBackbone.from_timm(**options.pop("model_kwargs"), **options)
+        return self.KIND.from_timm(**options.pop("model_kwargs"), **options)
 
 
 @dataclass(kw_only=True)
@@ -49,10 +51,7 @@ class ClassifierOptions(BackboneOptions):
     link: Literal["softmax", "sigmoid"] = "softmax"
     class_names: list[str] | None = None
 
-    def build(self) -> FrozenClassifier:
-        """The frozen classifier; raises as :meth:`FrozenClassifier.from_timm` does."""
-        options = dataclasses.asdict(self)
-        return FrozenClassifier.from_timm(**options.pop("model_kwargs"), **options)
+    KIND: ClassVar[type[FrozenBackbone]] = FrozenClassifier
 
 
 @dataclass(kw_only=True)
