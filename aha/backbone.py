@@ -104,6 +104,7 @@ class FrozenBackbone(nn.Module):
         *,
         pretrained: bool = True,
         checkpoint_path: str | Path | None = None,
+        weights_by_order: bool = False,
         image_size: int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Self:
@@ -114,6 +115,8 @@ class FrozenBackbone(nn.Module):
             pretrained: load the tag's weights from the hub (cached by timm).
             checkpoint_path: local weights (``.safetensors``, ``.pth``, …; never unpickled) in place of the hub's;
                 ``package:NAME/inner/path`` names a file inside an installed package.
+            weights_by_order: match the file's tensors with the model's by position in place of name, for weights of
+                the same architecture from another library; numbers and shapes of all tensors must agree.
             image_size: side or ``(height, width)``; position embeddings are resampled where the model has them, those
                 in a local file, too.
             kwargs: passed to ``timm.create_model``, for instance ``num_classes=10``.
@@ -130,13 +133,14 @@ class FrozenBackbone(nn.Module):
         size = None if image_size is None else pair(image_size)
         model = create(name, pretrained=pretrained, size=size, **kwargs)
         if checkpoint_path is not None:
-            load_weights(model, checkpoint_path, name)
+            load_weights(model, checkpoint_path, name, by_order=weights_by_order)
         embedded = getattr(getattr(model, "patch_embed", None), "img_size", None)
         frozen = cls(model, image_size=size or embedded, name=name, copy_model=False, **own)
         frozen._config = {
             "name": name,
             "pretrained": pretrained,
             "checkpoint_path": None if checkpoint_path is None else str(checkpoint_path),
+            "weights_by_order": weights_by_order,
             "image_size": None if size is None else list(size),
             "model_kwargs": copy.deepcopy(kwargs),
         } | copy.deepcopy(own)

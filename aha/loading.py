@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import load_checkpoint, resolve_model_input_args
-from torch import nn
+from timm.models import load_checkpoint, load_state_dict, resolve_model_input_args
+from torch import Tensor, nn
 
 
 def resolve_path(path: str | Path) -> Path:
@@ -82,12 +82,30 @@ def create(name: str, *, pretrained: bool, size: tuple[int, int] | None, **kwarg
         raise
 
 
-def load_weights(model: nn.Module, checkpoint_path: str | Path, name: str) -> None:
+def load_weights(model: nn.Module, checkpoint_path: str | Path, name: str, *, by_order: bool = False) -> None:
     path = resolve_path(checkpoint_path)
     # The filter that timm runs over weights from the hub: it resamples position embeddings to the model's size.
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
-        load_checkpoint(model, str(path), use_ema=False, strict=True, filter_fn=adapt, weights_only=True)
+        if by_order:
+            stored = load_state_dict(str(path), use_ema=False, device="cpu", weights_only=True)
+            model.load_state_dict(_by_order(stored, model.state_dict()))
+        else:
+            load_checkpoint(model, str(path), use_ema=False, strict=True, filter_fn=adapt, weights_only=True)
     except Exception as error:  # any of a dozen types, from a truncated file to a missing key
         msg = f"The weights in {checkpoint_path} don't fit {name}: {str(error)[:500]}"
         raise ValueError(msg) from error
+
+
+def _by_order(stored: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The stored tensors under the wanted names, matched by position where names differ; all shapes must agree."""
+    if stored.keys() == wanted.keys():
+        return stored
+    if len(stored) != len(wanted):
+        msg = f"it holds {len(stored)} tensors, the model {len(wanted)}: they can't be matched by order."
+        raise ValueError(msg)
+    for (theirs, tensor), (ours, place) in zip(stored.items(), wanted.items(), strict=True):
+        if tensor.shape != place.shape:
+            msg = f"by order, its {theirs} {tuple(tensor.shape)} would become {ours} {tuple(place.shape)}."
+            raise ValueError(msg)
+    return dict(zip(wanted, stored.values(), strict=True))

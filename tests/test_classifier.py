@@ -581,6 +581,33 @@ def test_package_paths(weights, tmp_path, monkeypatch):
             resolve_path(missing)
 
 
+def test_weights_of_another_library_are_matched_by_order(tmp_path):
+    model = timm.create_model("test_efficientnet", num_classes=3).eval()
+    state = model.state_dict()
+    torch.save({f"theirs.{i}": value for i, value in enumerate(state.values())}, tmp_path / "theirs.pth")
+    safetensors.torch.save_file(state, tmp_path / "sorted.safetensors")  # the format sorts its tensors: here names must decide
+    images = torch.rand(2, 3, 160, 160)
+    for file in ("theirs.pth", "sorted.safetensors"):
+        options = {"checkpoint_path": tmp_path / file, "weights_by_order": True, "num_classes": 3}
+        classifier = FrozenClassifier.from_timm("test_efficientnet", **options)
+        torch.testing.assert_close(classifier(images), model(classifier.normalize(images)))
+        assert classifier.config()["weights_by_order"] is True
+        assert FrozenClassifier.from_config(classifier.config()).fingerprint() == classifier.fingerprint()
+    with pytest.raises(ValueError, match="don't fit"):
+        FrozenClassifier.from_timm("test_efficientnet", checkpoint_path=tmp_path / "theirs.pth", num_classes=3)
+
+
+def test_weights_by_order_must_agree_in_number_and_shape(tmp_path):
+    state = timm.create_model("test_efficientnet", num_classes=3).state_dict()
+    values = list(state.values())
+    for kept, complaint in ((values[:-1], "can't be matched by order"), (values[::-1], "would become")):
+        torch.save({str(i): value for i, value in enumerate(kept)}, tmp_path / "bad.pth")
+        with pytest.raises(ValueError, match=complaint):
+            FrozenClassifier.from_timm(
+                "test_efficientnet", checkpoint_path=tmp_path / "bad.pth", weights_by_order=True, num_classes=3
+            )
+
+
 class Exploit:
     """A pickle that would create a file when loaded."""
 

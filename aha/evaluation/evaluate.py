@@ -39,6 +39,8 @@ class ClassifierOptions:
     """Load the weights that go with the name."""
     checkpoint_path: str | None = None
     """Local weights instead; package:NAME/inner/path names a file inside an installed package."""
+    weights_by_order: bool = False
+    """Match that file's tensors by position, not by name: same architecture, another library."""
     image_size: int | list[int] | None = None
     """Side, or height and width; default: the model's own."""
     link: Literal["softmax", "sigmoid"] = "softmax"

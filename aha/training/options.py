@@ -21,6 +21,7 @@ class BackboneOptions:
         name: timm model name with an optional pretrained tag, see timm.list_models().
         pretrained: load the tag's weights from the hub (cached by timm).
         checkpoint_path: local weights in place of the hub's; 'package:NAME/path' looks inside an installed package.
+        weights_by_order: match that file's tensors by position, not by name: same architecture, another library.
         image_size: [height, width] in pixels; default: the model's own.
         model_kwargs: further arguments of timm.create_model, for instance {num_classes: 10}.
     """
@@ -28,6 +29,7 @@ class BackboneOptions:
     name: str
     pretrained: bool = True
     checkpoint_path: str | None = None
+    weights_by_order: bool = False
     image_size: list[int] | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
