@@ -45,9 +45,7 @@ def gumbel_sinkhorn(
     Raises:
         ValueError: see :func:`aha.softsort.prefix_masks`.
     """
-    scores, fractions = prepare(
-        scores, fractions, temperature=temperature, noise=noise, iterations=iterations
-    )
+    scores, fractions = prepare(scores, fractions, temperature=temperature, noise=noise, iterations=iterations)
     batch, regions = scores.shape
     with full_precision(scores.device):
         anchors = torch.linspace(1, 0, regions, dtype=scores.dtype, device=scores.device)

@@ -57,14 +57,10 @@ def quantile_sinkhorn(
     Raises:
         ValueError: see :func:`aha.softsort.prefix_masks`.
     """
-    scores, fractions = prepare(
-        scores, fractions, temperature=temperature, noise=noise, iterations=iterations
-    )
+    scores, fractions = prepare(scores, fractions, temperature=temperature, noise=noise, iterations=iterations)
     with full_precision(scores.device):
         scores = perturb(scores, scale=noise * temperature, generator=generator)
-        return _QuantileTransport.apply(
-            scores, fractions, temperature, 8 if iterations is None else iterations
-        )
+        return _QuantileTransport.apply(scores, fractions, temperature, 8 if iterations is None else iterations)
 
 
 class _QuantileTransport(torch.autograd.Function):

@@ -44,9 +44,7 @@ def softsort(
     Raises:
         ValueError: see :func:`aha.softsort.prefix_masks`.
     """
-    scores, fractions = prepare(
-        scores, fractions, temperature=temperature, noise=noise, iterations=iterations
-    )
+    scores, fractions = prepare(scores, fractions, temperature=temperature, noise=noise, iterations=iterations)
     with full_precision(scores.device):
         scores = perturb(scores, scale=noise * temperature, generator=generator)
         ordered = scores.sort(dim=1, descending=True, stable=True).values

@@ -20,12 +20,8 @@ FRACTIONS = {
 }
 
 
-def random_scores(
-    batch: int, regions: int, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
-    return torch.randn(batch, regions, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        dtype
-    )
+def random_scores(batch: int, regions: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(batch, regions, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 # ---- slow references: one sample, plain floats ----
@@ -46,9 +42,7 @@ def cut(matrix: list[list[float]], fractions: list[float]) -> list[list[float]]:
     for p in fractions:
         m = min(math.floor(p * n), n - 1)
         alpha = p * n - m
-        masks.append(
-            [(1 - alpha) * a + alpha * b for a, b in zip(cumulative[m], cumulative[m + 1], strict=True)]
-        )
+        masks.append([(1 - alpha) * a + alpha * b for a, b in zip(cumulative[m], cumulative[m + 1], strict=True)])
     return masks
 
 
@@ -134,9 +128,7 @@ SLOW = {
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_equals_slow_version(method, fractions, temperature):
     scores = random_scores(2, 9)
-    expected = torch.tensor(
-        [SLOW[method](row.tolist(), fractions, temperature) for row in scores], dtype=torch.float64
-    )
+    expected = torch.tensor([SLOW[method](row.tolist(), fractions, temperature) for row in scores], dtype=torch.float64)
     # 15: the loops run to full convergence, the default stops at float32's.
     iterations = 15 if method == "quantile_sinkhorn" else None
     masks = prefix_masks(scores, fractions, method=method, temperature=temperature, iterations=iterations)
@@ -173,9 +165,7 @@ def test_quantile_sinkhorn_with_a_bin_per_region_is_the_published_sort():
 @pytest.mark.parametrize("method", ["quantile_sinkhorn", "lapsum", "softsort"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hard_limit(method, fractions, dtype):
-    order = torch.stack(
-        [torch.randperm(21, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    )
+    order = torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(seed)) for seed in range(3)])
     scores = order.to(dtype) / 7 - 1
     temperature = 1e-4 if method == "quantile_sinkhorn" else 1e-3
     masks = prefix_masks(scores, fractions, method=method, temperature=temperature)
@@ -252,9 +242,7 @@ def test_constant_scores_give_uniform_masks(method):
     scores = torch.full((2, 30), 7.0, requires_grad=True)
     fractions = [0.0, 0.2, 0.5, 1.0]
     masks = prefix_masks(scores, fractions, method=method)
-    torch.testing.assert_close(
-        masks, torch.tensor(fractions)[None, :, None].expand(2, 4, 30), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(masks, torch.tensor(fractions)[None, :, None].expand(2, 4, 30), atol=1e-5, rtol=0)
     masks.square().sum().backward()
     assert scores.grad.isfinite().all()
 
@@ -341,12 +329,8 @@ def test_noise(method):
 def test_noise_scale():
     shift = -torch.empty(1, 500).exponential_(generator=torch.Generator().manual_seed(0)).log()
     scores = random_scores(1, 500, dtype=torch.float32)
-    noisy = prefix_masks(
-        scores, [0.5], noise=2.0, temperature=0.3, generator=torch.Generator().manual_seed(0)
-    )
-    torch.testing.assert_close(
-        noisy, prefix_masks(scores + 0.6 * shift, [0.5], temperature=0.3), atol=1e-5, rtol=0
-    )
+    noisy = prefix_masks(scores, [0.5], noise=2.0, temperature=0.3, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(noisy, prefix_masks(scores + 0.6 * shift, [0.5], temperature=0.3), atol=1e-5, rtol=0)
 
 
 # ---- gradients ----
