@@ -59,6 +59,7 @@ class _StreamDataModule(pl.LightningDataModule):
         self.sources: dict[str, Source] = {}
         self.loaders: dict[str, EvalLoader] = {}
         self.samples = 0
+        self._resume: dict[str, Any] | None = None
 
     def _make(self, split: str) -> tuple[Source, int]:
         """The source of a split, and for training the number of samples per epoch."""
@@ -94,7 +95,20 @@ class _StreamDataModule(pl.LightningDataModule):
         self.loaders["train"] = loader = TrainLoader(
             self.sources["train"], self.train_recipe, steps=steps, seed=self.seed, progress=progress, **place
         )
+        if self._resume is not None:
+            loader.load_state_dict(self._resume)
+            self._resume = None
         return loader
+
+    # Lightning keeps the loader's state as well, but doesn't load it where a schedule has asked for the number of steps
+    # (2.6: the loader is made then, before the loops' states are read).
+    def state_dict(self) -> dict[str, Any]:
+        """How far the running training epoch is, for the checkpoint."""
+        return {"train": self.loaders["train"].state_dict()} if "train" in self.loaders else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next training loader goes on from there."""
+        self._resume = state_dict.get("train")
 
     def val_dataloader(self) -> EvalLoader | list:
         """Every sample once over all ranks; no loader if no validation data was given."""

@@ -2,18 +2,19 @@
 
 Order and resume
     The order of an epoch's samples is a function of (seed, epoch, global step at its start, rank, worker). The loader's
-    ``state_dict`` (which Lightning keeps in every checkpoint) holds epoch, that step and the number of batches taken;
-    a loader that loads it replays the same order and skips, undecoded, what was taken. So a resumed run sees exactly
-    the samples that the uninterrupted one would have seen, provided that ranks, workers and batch size are the same.
-    Otherwise the rest of the epoch is drawn anew from (seed, epoch, current step, rank, worker). If bad samples were
-    skipped earlier in the epoch, the resumed order is ahead of the original by as many samples.
+    ``state_dict`` (which the data module keeps in every checkpoint) holds epoch, that step, and the numbers of batches
+    taken and of samples that each worker read for them, the bad ones included; a loader that loads it replays the same
+    order and skips, undecoded, what was read. So a resumed run sees exactly the samples that the uninterrupted one
+    would have seen, provided that ranks, workers and batch size are the same. Otherwise the rest of the epoch is drawn
+    anew from (seed, epoch, current step, rank, worker). A checkpoint holds the counts of rank 0: another rank that had
+    skipped more or fewer bad samples by then goes on as many samples earlier or later.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,10 +32,17 @@ class _Stream(IterableDataset):
     """Runs in the workers: raw samples to batches, each with the worker's tally so far."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, rank: int, world: int, position: tuple[int, int, int] | None, done: int
+        self,
+        source: Source,
+        recipe: Recipe,
+        rank: int,
+        world: int,
+        position: tuple[int, int, int] | None,
+        done: int,
+        read: list[int],
     ) -> None:
         self.source, self.recipe, self.rank, self.world = source, recipe, rank, world
-        self.position, self.done = position, done
+        self.position, self.done, self.read = position, done, read
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
@@ -42,9 +50,8 @@ class _Stream(IterableDataset):
         if self.position is None:
             raw = self.source.evaluate(Slot(self.rank, self.world, worker, workers))
         else:  # batches come from the workers in turn: after `done` of them it is this worker's turn as …
-            turn = (worker + self.done) % workers
-            skip = len(range(turn, self.done, workers)) * self.recipe.batch_size
-            raw = self.source.train(self.position, Slot(self.rank, self.world, turn, workers), skip)
+            worker = (worker + self.done) % workers
+            raw = self.source.train(self.position, Slot(self.rank, self.world, worker, workers), self.read[worker])
         tally, items = Tally(), []
         try:
             for sample in raw:
@@ -90,26 +97,39 @@ class EvalLoader:
         self.source, self.recipe, self.rank, self.world, self.workers = source, recipe, rank, world, workers
         self.start_method = start_method if workers else None
         self.name = name
-        self.tally = Tally()
+        self._tallies: dict[int, Tally] = {}
+
+    @property
+    def tally(self) -> Tally:
+        """Samples seen and skipped by all workers in the running or last pass, since it began or was resumed."""
+        total = Tally()
+        for tally in self._tallies.values():
+            total.add(tally)
+        return total
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from self._batches(None, 0)
+        yield from self._batches()
 
-    def _batches(self, position: tuple[int, int, int] | None, done: int, steps: int | None = None) -> Iterator[dict]:
+    def _batches(
+        self,
+        position: tuple[int, int, int] | None = None,
+        done: int = 0,
+        read: Sequence[int] = (),
+        steps: int | None = None,
+    ) -> Iterator[dict]:
         loader = DataLoader(
-            _Stream(self.source, self.recipe, self.rank, self.world, position, done),
+            _Stream(self.source, self.recipe, self.rank, self.world, position, done, list(read)),
             batch_size=None,
             num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context=self.start_method,
             generator=torch.Generator().manual_seed(0),  # leaves torch's own random state alone
         )
-        tallies: dict[int, Tally] = {}
-        self.tally = Tally()
+        self._tallies = {}
         try:
             for batch in islice(loader, steps):
-                worker, tallies[worker] = batch.pop("tally")
-                self.tally = _sum(tallies)
+                worker, tally = batch.pop("tally")
+                self._tallies[worker] = tally
                 if "failure" in batch:
                     raise batch["failure"]
                 self.tally.judge(self.recipe.max_bad_rate)
@@ -148,6 +168,7 @@ class TrainLoader(EvalLoader):
         self._epochs = -1
         self._start = (0, 0)  # epoch and global step at which the running epoch began
         self._done = 0  # batches taken in it
+        self._skip = [0] * max(self.workers, 1)  # samples that each worker had read when it was resumed
         self._resume: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -157,9 +178,10 @@ class TrainLoader(EvalLoader):
         self._epochs += 1
         resume, self._resume = self._resume, None
         self._start, self._done = self.progress() if self.progress else (self._epochs, 0), 0
+        self._skip = [0] * max(self.workers, 1)
         if resume is not None and (self.progress is None or resume["start"][0] == self._start[0]):  # the same epoch
-            self._start, self._done = tuple(resume["start"]), resume["done"]
-        for batch in self._batches((self.seed, *self._start), self._done, self.steps - self._done):
+            self._start, self._done, self._skip = tuple(resume["start"]), resume["done"], resume["read"]
+        for batch in self._batches((self.seed, *self._start), self._done, self._skip, self.steps - self._done):
             self._done += 1
             yield batch
 
@@ -168,7 +190,8 @@ class TrainLoader(EvalLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: where the running epoch began, how much of it was taken, and the layout that this holds for."""
-        return {"start": list(self._start), "done": self._done, "layout": self._layout()}
+        read = [before + self._tallies.get(worker, Tally()).seen for worker, before in enumerate(self._skip)]
+        return {"start": list(self._start), "done": self._done, "read": read, "layout": self._layout()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the order of ``state`` in the next epoch; if the layout changed, say so and start afresh."""
@@ -180,10 +203,3 @@ class TrainLoader(EvalLoader):
             log.warning(msg)
         elif 0 < state["done"] < self.steps:
             self._resume = state
-
-
-def _sum(tallies: dict[int, Tally]) -> Tally:
-    total = Tally()
-    for tally in tallies.values():
-        total.add(tally)
-    return total

@@ -34,6 +34,7 @@ class Recorder(pl.LightningModule):
         assert batch["image"].dtype == torch.uint8
 
     def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 0  # as schedules do: it makes the loader before its time
         return torch.optim.Adam(self.parameters(), 0.1)
 
 

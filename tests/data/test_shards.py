@@ -107,9 +107,11 @@ def test_epochs_of_one_loader_differ_and_repeat_with_the_seed(shards):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 2, 5])
-def test_resume_in_mid_epoch_continues_the_order(shards, workers, taken):
+def test_resume_in_mid_epoch_continues_the_order(shards, tmp_path, workers, taken):
+    bad = write_tar(tmp_path / "bad.tar", [(f"bad{n}.png", b"no picture") for n in range(3)])
+
     def loader(at):
-        return TrainLoader(source(shards), RECIPE, steps=6, workers=workers, progress=lambda: at)
+        return TrainLoader(source([*shards, str(bad)]), LENIENT, steps=6, workers=workers, progress=lambda: at)
 
     whole = [batch["key"] for batch in loader((3, 18))]
     broken = loader((3, 18))
@@ -122,6 +124,12 @@ def test_resume_in_mid_epoch_continues_the_order(shards, workers, taken):
     iter(resumed)  # trainers ask for iterators that they don't use
     assert [batch["key"] for batch in resumed] == whole[taken:]
     assert len(list(resumed)) == 6  # the next epoch is whole again
+    resumed.load_state_dict(state)
+    began = iter(resumed)
+    assert next(began)["key"] == whole[taken]
+    again = loader((3, 19 + taken))
+    again.load_state_dict(resumed.state_dict())  # resumed twice
+    assert taken == 5 or [batch["key"] for batch in again] == whole[taken + 1 :]
 
 
 def _saved(state):
@@ -133,7 +141,7 @@ def _saved(state):
 
 def test_a_state_of_another_epoch_is_left_aside(shards):
     """An epoch cut short by the trainer (limit_train_batches) ended before the loader did."""
-    state = {"start": [3, 18], "done": 4, "layout": [1, 0, 4, 6, 0]}
+    state = {"start": [3, 18], "done": 4, "read": [16], "layout": [1, 0, 4, 6, 0]}
     loader = TrainLoader(source(shards), RECIPE, steps=6, progress=lambda: (4, 22))
     loader.load_state_dict(state)
     fresh = TrainLoader(source(shards), RECIPE, steps=6, progress=lambda: (4, 22))
@@ -141,7 +149,7 @@ def test_a_state_of_another_epoch_is_left_aside(shards):
 
 
 def test_resume_under_another_layout_is_said_and_starts_afresh(shards, caplog):
-    state = {"start": [0, 0], "done": 2, "layout": [8, 4, 4, 6, 0]}
+    state = {"start": [0, 0], "done": 2, "read": [4, 4, 4, 4], "layout": [8, 4, 4, 6, 0]}
     loader = TrainLoader(source(shards), RECIPE, steps=6)
     loader.load_state_dict(state)
     assert "drawn anew" in caplog.text and len(list(loader)) == 6
