@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.benchmarks import explain, profile_step, reference_step, scaling, soft_sort, timing, training_step
+from tests.benchmarks import (
+    explain,
+    profile_step,
+    reference_step,
+    scale_on_paper,
+    scaling,
+    soft_sort,
+    timing,
+    training_step,
+)
 
 TOY = ["--rounds", "1", "--size", "64"]
 
@@ -61,6 +73,57 @@ def test_scaling(capsys, tmp_path, monkeypatch):
     scaling.main([*TOY, *sizes])
     assert output.stat().st_size > 1000
     assert "straight line" in capsys.readouterr().out
+
+
+TINY = """
+model:
+  classifier: {name: test_vit, image_size: [64, 64], model_kwargs: {num_classes: 10}}
+  head: {width: 16}
+  objective: {min_grid: 4, max_grid: 4, num_fractions: 3}
+  compare: [random]
+data: {init_args: {batch_size: 2, num_workers: 2}}
+trainer: {val_check_interval: 0.5, limit_val_batches: 4}
+"""
+
+
+def test_scale_on_paper_by_hand(capsys, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    scale_on_paper.main([f"--config={tmp_path / 'tiny.yaml'}", "--gpus", "1", "4", "--images=800", "--rate=1e-1"])
+    printed = capsys.readouterr().out
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith(("| 1 ", "| 4 "))]
+    assert [row[1] for row in rows] == ["400", "100"]
+    assert [row[4] for row in rows] == ["66.67", "16.67"]  # 800 / (GPUs · 2 · 0.1) seconds
+    assert [row[-1] for row in rows] == ["input |", "input |"]
+    costs = scale_on_paper.Costs(encode=10, head=3, perturbed=20, parameters=1000)
+    plan = scale_on_paper.Plan(costs, 2, 1.0, 600, 5, 1, 7, 9, flops=1.0, wire=8.0)
+    assert plan.minutes(2) == pytest.approx(
+        {
+            "classifier": 600 * 90 / 2 / 60,
+            "head": 600 * 3 / 2 / 60,
+            "input": 600 / 2 / 60,
+            "all-reduce": 60 * 4000 * 2 / 2 / 8 / 60,
+            "validation": 7 * 400 / 60,
+            "test": 9 * 400 / 2 / 60,
+        }
+    )
+
+
+def test_counted_parts_are_those_of_a_training_step():
+    module = scale_on_paper.build(yaml.safe_load(TINY))
+    costs, images = scale_on_paper.count(module), torch.rand(1, 3, 64, 64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = module.explainer.encode(images)
+        targets = output.logits.argmax(-1)
+        maps = module.explainer.decode(output, images, targets)
+        draw = module.objective.draw((64, 64), torch.Generator().manual_seed(0))
+        module.objective(module.classifier, images, maps, targets, draw, temperature=0.5).loss.backward()
+    assert counter.get_total_flops() == pytest.approx(costs.training(3), rel=0.01)
+    seen = []
+    with torch.no_grad():
+        module.classifier.model.register_forward_hook(lambda _m, _i, out: seen.append(len(out)))
+        module.on_validation_epoch_start()
+        module.score({"image": images}, others=False)
+    assert sum(seen) == pytest.approx(scale_on_paper.HARD_FORWARDS, abs=1)
 
 
 def test_reference_masks_by_hand():
