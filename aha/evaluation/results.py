@@ -7,6 +7,7 @@ import io
 import math
 import platform
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -190,6 +191,7 @@ def _figure(row: dict[str, Any], best: bool) -> Text:
     return text.append(f" {interval}", style="not bold dim")
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.functional.classification import binary_average_precision
 
 from aha.metrics._maps import flat_maps, flat_masks, map_states
 
@@ -61,14 +61,30 @@ def segmentation_agreement(maps: Tensor, masks: Tensor) -> SegmentationScores:
     accuracy = (marked == inside).double().mean(1)
     # A class absent from both map and mask agrees perfectly.
     iou = torch.where(union > 0, intersection / union.clamp(min=1), 1.0).double().mean(1)
-    precision = torch.full_like(accuracy, torch.nan)
-    for i in use.nonzero().flatten().tolist():
-        score, truth = torch.cat([1 - scaled[i], scaled[i]]), torch.cat([~inside[i], inside[i]])
-        precision[i] = binary_average_precision(score, truth.long())
-    gone = ~use
-    return SegmentationScores(
-        accuracy.masked_fill(gone, torch.nan), iou.masked_fill(gone, torch.nan), precision, intersection, union
-    )
+    precision = average_precision(torch.cat([1 - scaled, scaled], 1), torch.cat([~inside, inside], 1))
+    figures = (values.masked_fill(~use, torch.nan) for values in (accuracy, iou, precision))
+    return SegmentationScores(*figures, intersection, union)
+
+
+def average_precision(scores: Tensor, truth: Tensor) -> Tensor:
+    """Σ (recall gained) · precision over the distinct scores from the highest down, of every row at once.
+
+    What torchmetrics' ``binary_average_precision`` computes of one row.
+
+    Args:
+        scores: ``(batch, n)``.
+        truth: ``(batch, n)`` bool; a row without any true entry gives NaN.
+
+    Returns:
+        ``(batch,)`` float64.
+    """
+    scores, order = scores.sort(dim=1, descending=True)
+    hits = truth.gather(1, order).cumsum(1)
+    ends = F.pad(scores[:, 1:] != scores[:, :-1], (0, 1), value=True)  # equal scores count together
+    counted = torch.where(ends, hits, 0)
+    gained = counted - F.pad(counted.cummax(1).values[:, :-1], (1, 0))
+    ranks = torch.arange(1, hits.shape[1] + 1, device=hits.device)
+    return (torch.where(ends, gained, 0) * hits / ranks.double()).sum(1) / hits[:, -1]
 
 
 def pooled_mean_iou(intersection: Tensor, union: Tensor) -> Tensor:

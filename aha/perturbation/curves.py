@@ -134,21 +134,12 @@ def deletion_insertion_curves(
     # One flat list of (sample, curve, count), so that chunks are full whatever the batch.
     interior = [(curve, count) for curve in (0, 1) for count in wanted[curve] if 0 < count < pixels]
     if interior:
-        ranks = pixel_ranks(maps.to(device)).int().view(batch, 1, height, width)
-        points = torch.tensor(interior, device=device)
+        painter = _Painter(images, maps.to(device), [references[kind] for kind in kinds], interior)
         flat = torch.empty(batch * len(interior), dtype=torch.float32, device=device)
+        scored = targets.repeat_interleave(len(interior))
         for start in range(0, len(flat), chunk_size):
-            job = torch.arange(start, min(start + chunk_size, len(flat)), device=device)
-            sample = job.div(len(interior), rounding_mode="floor")
-            curve, count = points[job % len(interior)].view(-1, 2, 1, 1, 1).unbind(1)
-            first = ranks[sample] < count
-            inserting = curve.bool()
-            fill = _fill(references[kinds[0]], kinds[0], sample)
-            if kinds[0] != kinds[1]:
-                fill = torch.where(inserting, _fill(references[kinds[1]], kinds[1], sample), fill)
-            # Deletion hides the first pixels, insertion shows only them.
-            perturbed = torch.where(first ^ inserting, fill, images[sample])
-            flat[job] = value(classify(perturbed), targets[sample]).float()
+            stop = min(start + chunk_size, len(flat))
+            flat[start:stop] = value(classify(painter.paint(start, stop)), scored[start:stop])
         for (curve, count), column in zip(interior, flat.view(batch, -1).unbind(1), strict=True):
             scores[curve][count] = column
 
@@ -160,6 +151,40 @@ def deletion_insertion_curves(
     return Curves(fractions, gather(0, counts), gather(1, insertion_counts), targets, forwards)
 
 
-def _fill(reference: Tensor, kind: str, sample: Tensor) -> Tensor:
-    """The reference of each sample; a constant one is one broadcast image, not a copy per sample."""
-    return reference[:1] if is_constant(kind) else reference[sample]
+class _Painter:
+    """Perturbed images by their place in the list of (sample, curve, count), samples outermost.
+
+    A run of one sample's points on one curve is one comparison and one selection, straight into a buffer that all
+    chunks share: beside a small classifier, every further pass over the pixels shows.
+    """
+
+    def __init__(
+        self, images: Tensor, maps: Tensor, references: Sequence[Tensor], interior: Sequence[tuple[int, int]]
+    ) -> None:
+        height, width = images.shape[-2:]
+        self.points = len(interior)
+        self.deletions = sum(curve == 0 for curve, _ in interior)
+        # Where first: deletion shows its reference and insertion the image; elsewhere the other one.
+        deleted, inserted = (lay_out(reference) for reference in references)
+        self.sides = ((deleted, images), (images, inserted))
+        kind = torch.int16 if height * width <= torch.iinfo(torch.int16).max else torch.int32
+        ranks = pixel_ranks(maps).to(kind).view(-1, 1, height, width)
+        self.ranks = lay_out(ranks.expand_as(images))  # a rank for each channel: no broadcasting in the inner loop
+        counts = torch.tensor([count for _, count in interior], dtype=kind, device=images.device)
+        self.counts = counts.view(-1, 1, 1, 1)
+        self.buffer = images[:0]
+
+    def paint(self, start: int, stop: int) -> Tensor:
+        """Images ``(stop − start, 3, H, W)``; good until the next call."""
+        if len(self.buffer) < stop - start:
+            self.buffer = lay_out(self.sides[0][1].new_empty(stop - start, *self.ranks.shape[1:]))
+        place = start
+        while place < stop:
+            sample, point = divmod(place, self.points)
+            curve = int(point >= self.deletions)
+            length = min((self.points if curve else self.deletions) - point, stop - place)
+            first = self.ranks[sample] < self.counts[point : point + length]
+            here, there = (side[sample] for side in self.sides[curve])
+            torch.where(first, here, there, out=self.buffer[place - start : place - start + length])
+            place += length
+        return self.buffer[: stop - start]

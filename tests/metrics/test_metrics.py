@@ -15,11 +15,13 @@ import torch
 from scipy.stats import spearmanr
 from skimage.metrics import structural_similarity as slow_ssim
 from sklearn.metrics import average_precision_score
+from torchmetrics.functional.classification import binary_average_precision
 
 import aha.metrics
 from aha import metrics as M
 from aha.classifier import FrozenClassifier
 from aha.evaluation.protocols import run_protocol
+from aha.metrics.segmentation import average_precision
 from aha.perturbation import make_reference
 
 matplotlib.use("Agg")
@@ -127,6 +129,16 @@ def test_segmentation_equals_the_source():
     close(result["pixel_accuracy"], float(scores.pixel_accuracy.nanmean()))
     close(result["average_precision"], float(scores.average_precision.nanmean()))
     assert (int(metric.count), int(metric.excluded), int(metric.constant)) == (5, 2, 2)
+
+
+def test_average_precision_of_many_rows_equals_torchmetrics_row_by_row():
+    generator = torch.Generator().manual_seed(0)
+    scores = (torch.rand(6, 60, generator=generator) * 12).round().double()  # many ties
+    scores[0] = 1.0
+    truth = torch.rand(6, 60, generator=generator) < torch.tensor([0.5, 0.02, 0.98, 0.3, 0.5, 0.5])[:, None]
+    truth[:5, 0], truth[5] = True, False
+    expected = [float(binary_average_precision(s, t.long())) for s, t in zip(scores[:5], truth[:5], strict=True)]
+    close(average_precision(scores, truth), [*expected, math.nan])
 
 
 def test_similarity_equals_scipy_and_skimage():

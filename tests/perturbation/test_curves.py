@@ -36,7 +36,7 @@ def seen(small_cnn):
 def slow_curves(classifier, images, maps, targets, counts, deletion_reference, insertion_reference):
     deletion, insertion = [], []
     for image, one, target in zip(images, maps, targets.tolist(), strict=True):
-        rank = pixel_ranks(one[None])[0].view(SIZE)
+        rank = pixel_ranks(one[None])[0].view(image.shape[1:])
         ends = [
             make_reference(image[None], kind, data_mean=classifier.mean)[0]
             for kind in (deletion_reference, insertion_reference)
@@ -75,6 +75,15 @@ def test_by_loop_whatever_the_chunk(small_cnn, batch, references, chunk_size):
     torch.testing.assert_close(curves.insertion.float(), insertion)
     torch.testing.assert_close(curves.fractions, torch.tensor(COUNTS) / PIXELS)
     assert torch.equal(curves.targets, targets)
+
+
+def test_more_pixels_than_sixteen_bits_hold(small_cnn):
+    images, maps, targets = torch.rand(2, 3, 182, 190), torch.randn(2, 1, 182, 190), torch.tensor([1, 2])
+    counts = [1, 32766, 32767, 32768, 34000, 182 * 190 - 1]
+    curves = deletion_insertion_curves(small_cnn, images, maps, targets, counts=counts, chunk_size=4)
+    deletion, insertion = slow_curves(small_cnn, images, maps, targets, counts, "mean", "mean")
+    torch.testing.assert_close(curves.deletion, deletion)
+    torch.testing.assert_close(curves.insertion, insertion)
 
 
 @pytest.mark.parametrize("references", [("mean", "mean"), ("black", "mean"), ("blur", "blur"), ("black", "blur")])
