@@ -25,6 +25,7 @@ from aha.export.artifact import save_artifact
 from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
 from aha.training.data_tally import DataTally
 from aha.training.module import ExplainerModule
+from aha.training.options import BackboneOptions
 from aha.training.pictures import Pictures, save_contact_sheet
 
 DESCRIPTION = """Train an amortized explainer for a frozen image classifier.
@@ -85,7 +86,8 @@ class TrainCLI(LightningCLI):
         self.last = output / "checkpoints" / "last.ckpt"
         last = LastCheckpoint(self.last, minutes=self._get(self.config, "checkpoint_minutes"))
         bar = RichProgressBar(leave=False) if sys.stdout.isatty() else PlainProgress()
-        extra = [self.best, last, Pictures(), DataTally(), bar]
+        self.tally = DataTally()
+        extra = [self.best, last, Pictures(), self.tally, bar]
         if logger is not False:
             extra.append(LearningRateMonitor("step"))
         plugins = [AtomicCheckpointIO(), *as_list(config.plugins)]
@@ -148,14 +150,22 @@ def finish(cli: TrainCLI, started: float) -> None:
         "checkpoint": str(chosen),
         "steps": checkpoint["global_step"],
         "skipped_steps": checkpoint["skipped_steps"],
+        "samples": {"seen": cli.tally.seen, "skipped": cli.tally.skipped},
         "minutes": round((time.perf_counter() - started) / 60, 2),
         "protocol": "hard per-pixel ranking, 21 fractions, mean reference, predicted class, trapezoid",
         "test": {name: round(value, 5) for name, value in module.test_means.items()},
     }
-    save_artifact(module.explainer, output / "explainer", training=summary)
+    # Weights drawn at random are nowhere else.
+    drawn = any(not part.pretrained and part.checkpoint_path is None for part in backbones(module))
+    save_artifact(module.explainer, output / "explainer", training=summary, with_backbone=drawn)
     save_contact_sheet(module, cli.datamodule, output / "contact_sheet.png")
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print_table(module.test_means, output)
+
+
+def backbones(module: ExplainerModule) -> list[BackboneOptions]:
+    """Options of the classifier and, where there is one, the separate encoder."""
+    return [module.options[name] for name in ("classifier", "encoder") if name in module.options]
 
 
 def print_table(means: dict[str, float], output: Path) -> None:
@@ -193,7 +203,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r".*your dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", module="jsonargparse")
-    noise = ("litlogger", "`weights_only` was not set")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: not any(text in str(record.msg) for text in noise)
+        lambda record: "litlogger" not in str(record.msg)
     )

@@ -53,7 +53,7 @@ class LastCheckpoint(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Write now; every process must call it."""
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)  # optimiser and loops as well
         self.written = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import aha
 from aha.cli.train import main
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -91,6 +92,8 @@ def test_config_runs_end_to_end(path: Path, shards: dict[str, str], tmp_path, mo
     assert ("aha refined/insertion" in summary["test"]) == (path.stem == "demo")
     config = json.loads((output / "explainer" / "config.json").read_text())
     assert config["classifier"]["name"] == tiny
+    loaded = aha.load(output / "explainer")  # the backbone's random weights came along
+    assert loaded.record["training"]["steps"] == summary["steps"]
     assert "ins − del" in capsys.readouterr().out
 
 

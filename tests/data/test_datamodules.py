@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +12,8 @@ from jsonargparse import ArgumentParser
 
 from aha.data.augment import augment_batch
 from aha.data.datamodules import FolderDataModule, ShardDataModule
-from tests.data.pictures_on_the_fly import encode, plain, write_shards_of
+from aha.training.data_tally import DataTally
+from tests.data.pictures_on_the_fly import encode, plain, write_shards_of, write_tar
 
 
 class Recorder(pl.LightningModule):
@@ -63,6 +65,17 @@ def test_fit_and_validate(shards, tmp_path):
     assert module.seen[:6] != module.seen[6:]
     assert sorted(module.validated) == sorted([f"s{n:04d}" for n in range(26)] * 2)
     assert module.kinds == {torch.uint8}
+
+
+def test_the_run_tells_what_it_skipped(shards, tmp_path, caplog):
+    bad = write_tar(tmp_path / "bad.tar", [("empty.png", b""), ("one.png", encode(plain(1, (1, 1)))), ("x.png", b"x")])
+    tally = DataTally()
+    data = shard_data([*shards, str(bad)], train_samples=80, val=None, max_bad_rate=0.5)
+    trainer(tmp_path, max_epochs=2, enable_checkpointing=False, callbacks=[tally]).fit(Recorder(), data)
+    assert tally.seen - tally.skipped == 160 and tally.skipped > 0
+    first = re.search(r"Epoch 0: (\d+) training samples seen by all ranks, (\d+) skipped as unreadable", caplog.text)
+    assert int(first[1]) - int(first[2]) == 80
+    assert "rank 0 of 1: skipped" in caplog.text and "empty file (0 bytes) (first: empty)" in caplog.text
 
 
 def test_test_and_predict(shards, tmp_path):
