@@ -42,9 +42,9 @@ class Explainer:
             it is: ranking puts it last, metrics count it.
 
         Raises:
-            ValueError: images of another shape or type, or targets out of range.
+            ValueError: no images, images of another shape or type, or targets out of range.
         """
-        images = as_images(images, self.device).detach()
+        images = some_images(images, self.device).detach()
         if targets is not None:
             logits_like = images.new_empty(len(images), self.classifier.num_classes)
             targets = self.classifier.resolve_targets(targets, logits_like)
@@ -150,7 +150,7 @@ class AmortizedExplainer(Explainer):
 
     def explain(self, images: Tensor, targets: Targets = None) -> Explanation:
         """Maps and logits of a batch, from one pass; arguments as in :meth:`attribute`."""
-        images = as_images(images, self.device)
+        images = some_images(images, self.device)
         training = self.head.training
         self.head.eval()
         try:
@@ -232,6 +232,15 @@ def named_size(classifier: FrozenClassifier, images: Tensor) -> Iterator[None]:
             f"the classifier with image_size={given}."
         )
         raise ValueError(msg) from error
+
+
+def some_images(images: Tensor, device: torch.device | None = None) -> Tensor:
+    """:func:`as_images` of at least one image: there is nothing to explain in an empty batch."""
+    images = as_images(images, device)
+    if not images.numel():
+        msg = f"There is no image to explain: the batch is {tuple(images.shape)}. Leave empty batches out."
+        raise ValueError(msg)
+    return images
 
 
 def as_images(images: Tensor, device: torch.device | None = None) -> Tensor:

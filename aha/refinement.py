@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aha.classifier import FrozenClassifier
-from aha.explainer import AmortizedExplainer, Explainer, Targets, as_images
+from aha.explainer import AmortizedExplainer, Explainer, Targets, some_images
 from aha.head import standardize
 from aha.objective import AHAObjective, Draw
 from aha.perturbation import Reference
@@ -99,7 +99,7 @@ def refine(
     classifier = explainer.classifier
     with torch.inference_mode(False):
         # A trainer's inference tensors can't be saved for a backward pass; copies made here can.
-        images = as_images(images.detach().clone(), explainer.device)
+        images = some_images(images.detach().clone(), explainer.device)
         with torch.no_grad():
             targets = classifier.resolve_targets(targets, classifier(images)).clone()
         start = explainer.attribute(images, targets) if maps is None else maps.to(images.device).float().clone()

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import aha
+from aha.baselines import build_explainer
+from aha.baselines.build import BASELINES
 from aha.classifier import FrozenClassifier
-from aha.explainer import CallableExplainer, Explainer, as_images
+from aha.explainer import AmortizedExplainer, CallableExplainer, Explainer, as_images
 
 
 class Brightness(Explainer):
@@ -130,3 +132,11 @@ def test_images_of_another_size_are_named() -> None:
     for explainer in (aha.AmortizedExplainer(classifier, width=8), aha.CDAM(classifier)):
         with pytest.raises(ValueError, match="images are 96×96, vit_tiny_patch16_224 takes 64×64"):
             explainer.attribute(torch.rand(1, 3, 96, 96))
+
+
+@pytest.mark.parametrize("name", [*BASELINES, "aha"])
+def test_an_empty_batch_is_refused_in_one_sentence(name):
+    classifier = FrozenClassifier.from_timm("test_vit", pretrained=False, image_size=32)
+    explainer = AmortizedExplainer(classifier, width=8) if name == "aha" else build_explainer(name, classifier)
+    with pytest.raises(ValueError, match=r"There is no image to explain: the batch is \(0, 3, 32, 32\)"):
+        explainer.attribute(torch.rand(0, 3, 32, 32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import re
@@ -21,6 +20,7 @@ from aha.baselines.simple import CentrePrior, InputGradient, ObjectMask, Random
 from aha.baselines.traceless import differentiable, restored
 from aha.classifier import FrozenClassifier
 from aha.explainer import CallableExplainer, Explainer
+from aha.nearest import nearest
 
 BASELINES: dict[str, type[Explainer]] = {
     "cdam": CDAM,
@@ -68,7 +68,7 @@ def build_explainer(spec: str, classifier: FrozenClassifier, **options: Any) -> 
             raise ValueError(msg)
         explainer = BASELINES[head](classifier, **options)
     else:
-        near = difflib.get_close_matches(head, BASELINES, n=3, cutoff=0.4)
+        near = nearest(head, BASELINES)
         msg = (
             f"There is no explainer {head!r}. Nearest: {', '.join(near) or 'none'}. Known: {', '.join(BASELINES)}; "
             "captum:NAME for Captum's; module:callable for your own."
@@ -122,7 +122,7 @@ def _imported(path: str, classifier: FrozenClassifier, options: dict[str, Any]) 
         raise ImportError(msg) from error
     for part in attribute.split("."):
         if not hasattr(target, part):
-            near = difflib.get_close_matches(part, dir(target), n=3)
+            near = nearest(part, dir(target), cutoff=0.6)
             msg = f"Explainer {path!r}: {module_name} has no {part!r}. Nearest: {', '.join(near) or 'none'}."
             raise ValueError(msg)
         target = getattr(target, part)

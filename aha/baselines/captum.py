@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import warnings
@@ -18,6 +17,7 @@ from aha.baselines.geometry import cannot_serve, channel_dim, resize, token_grid
 from aha.baselines.traceless import differentiable, restored
 from aha.classifier import FrozenClassifier
 from aha.explainer import Explainer
+from aha.nearest import nearest
 
 
 class CaptumExplainer(Explainer):
@@ -169,9 +169,8 @@ def _find(method: str) -> type:
         or "forward_func" not in (first := _parameters(getattr(attr, method).__init__))
         and "model" not in first
     ):
-        near = difflib.get_close_matches(method, known, n=4, cutoff=0.4)
-        nearest = ", ".join(near) or "none"
-        msg = f"Captum has no method {method!r} that explains a classifier by itself. Nearest: {nearest}."
+        near = ", ".join(nearest(method, known, count=4)) or "none"
+        msg = f"Captum has no method {method!r} that explains a classifier by itself. Nearest: {near}."
         raise ValueError(msg)
     return getattr(attr, method)
 

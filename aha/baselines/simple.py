@@ -11,7 +11,7 @@ from torch import Tensor
 from aha.baselines.geometry import resize
 from aha.baselines.traceless import differentiable
 from aha.classifier import FrozenClassifier
-from aha.explainer import Explainer, Targets, as_images
+from aha.explainer import Explainer, Targets, some_images
 
 
 class Random(Explainer):
@@ -67,7 +67,7 @@ class ObjectMask(Explainer):
         Raises:
             ValueError: without masks of the images' size.
         """
-        images = as_images(images, self.device)
+        images = some_images(images, self.device)
         expected = (len(images), 1, *images.shape[-2:])
         if masks is None or tuple(masks.shape) != expected:
             got = None if masks is None else tuple(masks.shape)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
+
+from aha.nearest import nearest
 
 COMMANDS = {
     "explain": ("aha.cli.explain:main", "pictures with what made the classifier say what it said"),
@@ -31,7 +32,7 @@ def main(args: list[str] | None = None) -> int:
         print(__version__)
         return 0
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        near = nearest(command, COMMANDS, count=1, cutoff=0.6)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"aha: no command {command!r}.{hint} There are: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2

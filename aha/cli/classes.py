@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from aha.classifier import FrozenClassifier
+from aha.nearest import nearest
 
 
 def class_names(classifier: FrozenClassifier) -> list[str]:
@@ -51,7 +50,7 @@ def find_class(text: str, names: list[str]) -> int:
         options = "; ".join(f"{index}: {names[index]}" for index in found)
         msg = f"{text!r} names {len(found)} classes ({options}): give the index."
         raise ValueError(msg)
-    near = difflib.get_close_matches(wanted, synonyms, n=4, cutoff=0.5)
+    near = nearest(wanted, synonyms, count=4, cutoff=0.5)
     near += [part for part in synonyms if wanted in part.split() and part not in near][:3]
     hint = ", ".join(f"{part} ({synonyms[part][0]})" for part in near) or "none"
     msg = f"There is no class {text!r}. Nearest: {hint}."

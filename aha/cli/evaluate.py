@@ -7,19 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from aha.cli.messages import guarded
+from aha.cli.messages import CommandParser, guarded
 from aha.evaluation.evaluate import EvaluateOptions, evaluate
 from aha.evaluation.results import terminal_table
 
 LOG_WIDTH = 160  # characters, where the output is no terminal
 
 
-def build_parser() -> ArgumentParser:
+def build_parser() -> CommandParser:
     """The parser; ``--config FILE`` sets the same options."""
-    parser = ArgumentParser(prog="evaluate.py", description="Score explainers under named protocols; write a report.")
+    parser = CommandParser(prog="evaluate.py", description="Score explainers under named protocols; write a report.")
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     parser.add_class_arguments(EvaluateOptions)
     return parser

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import DefaultHelpFormatter
 
-from aha.cli.messages import guarded, spelled
+from aha.cli.messages import CommandParser, guarded, spelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -203,7 +203,7 @@ class _Help(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 def main(args: list[str] | None = None) -> int:
     """Parse and run; returns the exit status."""
     description = (explain.__doc__ or "").split("\n")[0]
-    parser = ArgumentParser(prog="aha explain", description=description, epilog=EPILOG, formatter_class=_Help)
+    parser = CommandParser(prog="aha explain", description=description, epilog=EPILOG, formatter_class=_Help)
     parser.add_argument("images", nargs="+", help="Picture files, folders and glob patterns.")
     parser.add_argument("--target", action="append", help="Class index or name; repeat it for several.")
     parser.add_function_arguments(explain, as_group=False, skip={"images", "target"}, as_positional=False)

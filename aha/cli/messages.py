@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser
+
+from aha.nearest import nearest
 
 EXPECTED = (ValueError, OSError, ImportError)
+
+
+UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)|^Group '([\w.]+)' does not accept option '([\w.]+)'")
+
+
+class BriefErrors:
+    """For parsers of many options: an error is one line that offers the nearest one, without a screenful of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        if unknown := UNKNOWN.search(message):
+            name = unknown[1] or f"{unknown[2]}.{unknown[3]}"
+            options = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            near = nearest(name, options, count=1, cutoff=0.6)
+            message += f". Did you mean {'--' if unknown[1] else ''}{near[0]}?" if near else "."
+        print(f"{self.prog}: error: {message}\nSee {self.prog} --help.", file=sys.stderr)
+        self.exit(2)
+
+
+class CommandParser(BriefErrors, ArgumentParser):
+    """The commands' parser."""
 
 
 def spelled(args: list[str] | None, *, switches: tuple[str, ...] = ()) -> list[str]:

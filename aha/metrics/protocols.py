@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from aha.nearest import nearest
 from aha.perturbation import REFERENCES, Reference, is_constant
 
 HIGHER_IS_BETTER = {
@@ -164,13 +164,13 @@ def get_protocol(name: str | Protocol, **overrides: Any) -> Protocol:
     elif name in PROTOCOLS:
         protocol = PROTOCOLS[name]
     else:
-        near = difflib.get_close_matches(str(name), PROTOCOLS, n=2, cutoff=0.4) or list(PROTOCOLS)
+        near = nearest(str(name), PROTOCOLS, count=2) or list(PROTOCOLS)
         msg = f"Unknown protocol {name!r}. Nearest: {', '.join(near)}; there are {', '.join(PROTOCOLS)}."
         raise ValueError(msg)
     fields = [field.name for field in dataclasses.fields(Protocol)]
     for option in overrides:
         if option not in fields:
-            near = difflib.get_close_matches(option, fields, n=2, cutoff=0.4) or fields
+            near = nearest(option, fields, count=2) or fields
             msg = f"Protocols have no setting {option!r}. Nearest: {', '.join(near)}."
             raise ValueError(msg)
     points = ("fractions", "pixels_per_step", "steps")
