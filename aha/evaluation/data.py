@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aha.classifier import FrozenClassifier
+from aha.evaluation.imported_data import names_callable, open_imported
 
 Loader = Callable[[], dict[str, Any]]
 
@@ -72,7 +73,8 @@ class Batch:
 
 
 def open_data(data: str, classifier: FrozenClassifier, *, split: str = "test", digits: int = 1) -> Samples:
-    """Open ``"demo"``, an image folder, or WebDataset shards (a ``.tar``, a pattern, a folder of them, an address).
+    """Open ``"demo"``, an image folder, WebDataset shards (a ``.tar``, a pattern, a folder of them, an address), or a
+    data set by ``module:callable(option=value, …)``.
 
     Class folders count as labels if they bear the classifier's class names, or if there are as many as it has classes
     (in sorted order then).
@@ -80,7 +82,7 @@ def open_data(data: str, classifier: FrozenClassifier, *, split: str = "test", d
     Args:
         data: what to open.
         classifier: pictures are resized to the size it takes.
-        split: of the demo.
+        split: of the demo, or of a data set by ``module:callable``.
         digits: in each picture of the demo, 1 or 2.
 
     Raises:
@@ -102,6 +104,9 @@ def open_data(data: str, classifier: FrozenClassifier, *, split: str = "test", d
                 yield f"demo-{split}-{digits}-{i:06d}", lambda i=i: demo[i]
 
         return Samples(f"demo/{split}" + ("/2" if digits == 2 else ""), read_demo, len(demo))
+
+    if names_callable(data):
+        return open_imported(data, split=split, size=classifier.image_size)
 
     from aha.data.pipeline import RawSample, Recipe, Slot, decode
 

@@ -74,11 +74,12 @@ class EvaluateOptions:
             rise(num_masks=1000), captum:NAME, module:callable, maps:FOLDER. The first is what the others are
             compared with. name=… before one sets how results call it.
         output: folder for results; a run with the same settings goes on where an earlier one stopped.
-        data: demo, a folder of pictures, or WebDataset shards (file, pattern, folder or address).
+        data: demo, a folder of pictures, WebDataset shards (file, pattern, folder or address), or a data set by
+            module:callable(option=value).
         protocols: comma-separated or a list of aha, rise, tis, perturbation; options in parentheses override
             settings, as in rise(pixels_per_step=448).
         classifier: the explained classifier; default: the one of the first trained explainer, or the demo's ViT.
-        split: of the demo.
+        split: of the demo, or of a data set by module:callable.
         digits: in each picture of the demo.
         target: the class explained: predicted, or label (predicted where there is none).
         limit: evaluate only so many samples.
