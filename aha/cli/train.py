@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jsonargparse import DefaultHelpFormatter
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 import aha.data.demo_datamodule  # noqa: F401 - so that its short class name is known to --data
+from aha.cli.messages import BriefErrors
 from aha.export.artifact import save_artifact
-from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from aha.training.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, read_checkpoint
 from aha.training.data_tally import DataTally
 from aha.training.module import ExplainerModule
 from aha.training.options import BackboneOptions
@@ -58,6 +59,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """Keeps the examples of the description as they are."""
 
 
+class TrainParser(BriefErrors, LightningArgumentParser):
+    """The parser of ``train.py``."""
+
+
 class TrainCLI(LightningCLI):
     """LightningCLI with an output folder and the callbacks that every run wants."""
 
@@ -76,7 +81,7 @@ class TrainCLI(LightningCLI):
         output = Path(self._get(self.config, "output"))
         config = self._get(self.config_init, "trainer")  # its callbacks, plugins and logger are objects by now
         logger = TensorBoardLogger(output, name="", version="logs") if config.logger is None else config.logger
-        self.best = ModelCheckpoint(
+        self.best = BestCheckpoint(
             output / "checkpoints",
             filename="best",
             monitor="val/insertion_minus_deletion",
@@ -101,6 +106,8 @@ def main(args: list[str] | None = None) -> None:
     quiet()
     try:
         cli = build(args)
+        if (resumed := cli.config.ckpt_path) and "://" not in resumed:
+            cli.model.on_load_checkpoint(read_checkpoint(resumed))
     except (ValueError, ConnectionError, FileNotFoundError) as error:
         # Wrong names, weights or sizes, each with its remedy: a traceback would only hide it.
         sys.exit(f"train.py: {error}")
@@ -123,6 +130,7 @@ def build(args: list[str] | None) -> TrainCLI:
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
+        parser_class=TrainParser,
         parser_kwargs={"description": DESCRIPTION, "formatter_class": HelpFormatter},
     )
     given = getattr(getattr(cli.datamodule, "train_recipe", None), "image_size", None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
 
 from aha.export.atomic import write_atomically
 
@@ -34,10 +37,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise OSError(error.errno, msg) from error
 
 
-class LastCheckpoint(Callback):
+class LastCheckpoint(Checkpoint):
     """Writes the state of the run to one file: after every validation, by the clock, at the end, and on an error.
 
     Lightning's own ``save_last`` follows the best checkpoint, so a run that no longer improves would lose its steps.
+    A ``Checkpoint``, so that Lightning calls it after those listed before it: it records what they took for the best.
 
     Args:
         path: the file.
@@ -79,3 +83,60 @@ class LastCheckpoint(Callback):
         # An error before the first step, or while writing, leaves nothing worth keeping.
         if trainer.state.fn == "fit" and trainer.global_step > 0 and not isinstance(exception, OSError):
             self.save(trainer)
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps the best checkpoint when a run goes on in another folder.
+
+    Lightning's own would forget the score and take the first validation's checkpoint for the best.
+    """
+
+    @property
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        earlier = Path(state_dict["best_model_path"])
+        if state_dict.get("dirpath") != self.dirpath and state_dict["best_model_path"]:
+            if not earlier.is_file():
+                score = float(state_dict["best_model_score"])
+                msg = (
+                    f"The best checkpoint so far, {earlier} ({self.monitor} {score:.4f}), is not there any more: "
+                    "the best is judged anew from here on."
+                )
+                warnings.warn(msg, stacklevel=2)
+                return
+            here = Path(self.dirpath) / earlier.name
+            if rank_zero_only.rank == 0:
+                write_atomically(here, earlier.read_bytes())
+            moved = {str(earlier): str(here)}
+            state_dict = state_dict | {"dirpath": self.dirpath, "last_model_path": ""}
+            for name in ("best_model_path", "kth_best_model_path"):
+                state_dict[name] = moved.get(state_dict[name], "")
+            scores = state_dict["best_k_models"]
+            state_dict["best_k_models"] = {moved[path]: scores[path] for path in scores if path in moved}
+        super().load_state_dict(state_dict)
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """A training checkpoint to resume from.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is cut short, or is no training checkpoint.
+    """
+    file = Path(path)
+    others = sorted(str(other) for other in file.parent.glob("*.ckpt") if other != file)
+    remedy = f"resume from {' or '.join(others)}" if others else "start anew without --ckpt_path"
+    if not file.is_file():
+        msg = f"There is no checkpoint {path}: {remedy}."
+        raise FileNotFoundError(msg)
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch, zipfile or pickle make of it
+        msg = f"{path} can't be read as a checkpoint, it may be cut short or something else: {remedy}."
+        raise ValueError(msg) from error
+    if not isinstance(checkpoint, dict) or not {"state_dict", "explainer", "optimizer_states"} <= checkpoint.keys():
+        msg = f"{path} is not a training checkpoint of this project: {remedy}."
+        raise ValueError(msg)
+    return checkpoint

@@ -13,6 +13,7 @@ from PIL import Image
 
 import aha
 from aha.cli.train import main
+from tests.data.test_cutouts import CLASSES, draw_backgrounds, draw_cutouts
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 TRAINING = [path for path in CONFIGS if "evaluat" not in path.stem]
@@ -64,7 +65,12 @@ def test_config_runs_end_to_end(path: Path, shards: dict[str, str], tmp_path, mo
         "--trainer.limit_val_batches=1",
         "--trainer.limit_test_batches=1",
     ]
-    if "demo" in path.stem:
+    if path.stem == "cutouts":
+        args += ["--model.classifier.model_kwargs={num_classes: 2}", "--model.classifier.class_names=null"]
+        args += [f"--data.stamps={draw_cutouts(tmp_path / 'stamps')}", f"--data.classes={json.dumps(CLASSES)}"]
+        args += [f"--data.backgrounds={draw_backgrounds(tmp_path / 'photos')}", "--data.image_size=64"]
+        args += ["--data.batch_size=2", "--data.eval_batch_size=2", "--data.val_length=4", "--data.test_length=4"]
+    elif "demo" in path.stem:
         args += ["--model.classifier.model_kwargs={num_classes: 10}", "--data.train_length=64", "--data.batch_size=2"]
         args += ["--data.eval_batch_size=2", "--data.val_length=4", "--data.test_length=4"]
     else:
@@ -100,7 +106,28 @@ def test_config_runs_end_to_end(path: Path, shards: dict[str, str], tmp_path, mo
 def test_a_misspelt_key_is_named(capsys) -> None:
     with pytest.raises(SystemExit):
         main([f"--config={CONFIGS[0]}", "--model.objectve.noise=0.1"])
-    assert "objectve" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "unrecognized arguments: --model.objectve.noise=0.1. Did you mean --model.objective.noise?" in printed
+    assert len(printed.splitlines()) == 2  # and where help is, not all options
+
+
+def test_a_misspelt_key_of_a_file_is_named(tmp_path, capsys) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("model: {objective: {min_gird: 4}}\n")
+    with pytest.raises(SystemExit) as stop:
+        main([f"--config={CONFIGS[0]}", f"--config={file}"])
+    assert stop.value.code == 2
+    assert "Did you mean model.objective.min_grid?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", b"not a checkpoint at all"])
+def test_a_checkpoint_that_is_none_ends_in_one_message(content: bytes, tmp_path) -> None:
+    (tmp_path / "last.ckpt").write_bytes(content)
+    (tmp_path / "best.ckpt").touch()
+    demo = next(path for path in TRAINING if path.stem == "demo")
+    arguments = [f"--config={demo}", f"--output={tmp_path / 'run'}", f"--ckpt_path={tmp_path / 'last.ckpt'}"]
+    with pytest.raises(SystemExit, match=r"last.ckpt can't be read as a checkpoint.*: resume from .*best.ckpt\."):
+        main(arguments)
 
 
 def test_help_teaches(capsys) -> None:

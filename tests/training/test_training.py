@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -16,7 +17,7 @@ from lightning import Callback, Trainer
 
 from aha.data.demo_datamodule import DemoDataModule
 from aha.objective import AHAObjective
-from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from aha.training.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, read_checkpoint
 from aha.training.module import ExplainerModule
 from aha.training.options import ClassifierOptions, HeadOptions, TargetOptions, TemperatureOptions
 
@@ -203,7 +204,7 @@ def test_targets_drawn_for_training() -> None:
 
 WRITER = """
 import sys, torch
-from aha.training.checkpoints import AtomicCheckpointIO, LastCheckpoint
+from aha.training.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, read_checkpoint
 io, path = AtomicCheckpointIO(), sys.argv[1]
 print("ready", flush=True)
 for step in range(10**9):
@@ -241,7 +242,12 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch) -> Non
 def test_last_is_the_last_state_whatever_the_best(tmp_path) -> None:
     path = tmp_path / "last.ckpt"
     trainer = make_trainer(
-        tmp_path, max_steps=5, limit_val_batches=1, val_check_interval=2, callbacks=[LastCheckpoint(path)]
+        tmp_path,
+        max_steps=5,
+        limit_val_batches=1,
+        val_check_interval=2,
+        enable_checkpointing=True,
+        callbacks=[LastCheckpoint(path)],
     )
     module = make_module()
     trainer.fit(module, make_data())
@@ -265,3 +271,55 @@ def test_sizes_that_cannot_be_are_named() -> None:
         TemperatureOptions(end=0.0)
     with pytest.raises(ValueError, match="num_fractions must be at least 1"):
         AHAObjective(num_fractions=0)
+
+
+def test_a_file_of_another_kind_is_no_checkpoint(tmp_path) -> None:
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="not a training checkpoint.*start anew"):
+        read_checkpoint(str(tmp_path / "other.ckpt"))
+    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint .*resume from .*other\.ckpt"):
+        read_checkpoint(str(tmp_path / "none.ckpt"))
+
+
+class Judged(ExplainerModule):
+    """Validation says what the test wants it to say."""
+
+    score_now = 0.0
+
+    def validation_step(self, batch, batch_idx) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/score", self.score_now)
+
+
+class Stop(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == 2:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_best_checkpoint_comes_along_to_another_folder(tmp_path, monkeypatch, there) -> None:
+    monkeypatch.setitem(globals(), "ExplainerModule", Judged)  # what make_module builds
+    options = dict(val_check_interval=2, check_val_every_n_epoch=None, enable_checkpointing=True, limit_val_batches=1)
+
+    def run(folder: Path, score: float, *callbacks: Callback, resume: Path | None = None) -> BestCheckpoint:
+        module = make_module()
+        module.score_now = score
+        best = BestCheckpoint(folder, filename="best", monitor="val/score", mode="max", enable_version_counter=False)
+        callbacks = [best, LastCheckpoint(folder / "last.ckpt"), *callbacks]
+        trainer = make_trainer(folder, max_steps=4, callbacks=callbacks, **options)
+        trainer.fit(module, make_data(), ckpt_path=resume, weights_only=True)
+        return best
+
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "first", 0.9, Stop())
+    if not there:
+        (tmp_path / "first" / "best.ckpt").unlink()
+    gone = pytest.warns(UserWarning, match=r"val/score 0\.9000.*not there any more")
+    with contextlib.nullcontext() if there else gone:
+        best = run(tmp_path / "second", 0.5, resume=tmp_path / "first" / "last.ckpt")
+    assert Path(best.best_model_path) == (tmp_path / "second" / "best.ckpt").resolve()
+    assert float(best.best_model_score) == pytest.approx(0.9 if there else 0.5)
+    assert torch.load(best.best_model_path, weights_only=True)["global_step"] == (2 if there else 4)
