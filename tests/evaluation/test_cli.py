@@ -58,15 +58,16 @@ def test_help_explains_every_option(capsys) -> None:
         assert option in text
 
 
-def test_the_demo_config_names_what_there_is() -> None:
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs/evaluation").glob("*.yaml")))
+def test_configs_name_what_there_is(path: Path) -> None:
     from aha.baselines import BASELINES
     from aha.evaluation.evaluate import EvaluateOptions
     from aha.evaluation.protocols import get_protocol
 
-    config = Path(__file__).parents[2] / "configs/evaluation/demo.yaml"
     parser = build_parser()
-    values = parser.instantiate(parser.parse_args(["--config", str(config)])).as_dict()
+    values = parser.instantiate(parser.parse_args(["--config", str(path)])).as_dict()
     values.pop("config")
     options = EvaluateOptions(**values)
-    assert {spec.split("(")[0] for spec in options.explainers[1:]} <= set(BASELINES)
+    names = {spec.split("(")[0] for spec in options.explainers[1:]}
+    assert {name for name in names if not name.startswith("captum:")} <= set(BASELINES)
     assert all(get_protocol(name) for name in options.protocols)
