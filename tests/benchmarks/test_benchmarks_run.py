@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -9,8 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks import (
+    demo_training,
     explain,
     profile_step,
+    quality,
     reference_step,
     scale_on_paper,
     scaling,
@@ -124,6 +128,17 @@ def test_counted_parts_are_those_of_a_training_step():
         module.on_validation_epoch_start()
         module.score({"image": images}, others=False)
     assert sum(seen) == pytest.approx(scale_on_paper.HARD_FORWARDS, abs=1)
+
+
+@pytest.mark.parametrize("what", ["time", "fractions", "sort"])
+def test_quality(what, capsys, tmp_path, monkeypatch):
+    small = {"batch_size": 1, "train_length": 2}
+    monkeypatch.setitem(demo_training.CONFIG["data"], "init_args", small)
+    monkeypatch.setitem(demo_training.CONFIG["model"], "objective", {"min_grid": 2, "max_grid": 2})
+    output = tmp_path / "quality.json"
+    quality.main([f"--what={what}", "--seconds=0.01", "--steps=1", "--pictures=2", f"--output={output}"])
+    assert what in json.loads(output.read_text())
+    assert "CPU s" in capsys.readouterr().out
 
 
 def test_reference_masks_by_hand():
