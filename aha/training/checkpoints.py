@@ -42,6 +42,7 @@ class LastCheckpoint(Checkpoint):
 
     Lightning's own ``save_last`` follows the best checkpoint, so a run that no longer improves would lose its steps.
     A ``Checkpoint``, so that Lightning calls it after those listed before it: it records what they took for the best.
+    While gradients are accumulated, which no checkpoint holds, a writing waits for their step; an error's does not.
 
     Args:
         path: the file.
@@ -54,9 +55,11 @@ class LastCheckpoint(Checkpoint):
         self.minutes = minutes
         self.stride = stride
         self.written = time.monotonic()
+        self.accumulating = self.waiting = False
 
     def save(self, trainer: Trainer) -> None:
         """Write now; every process must call it."""
+        self.waiting = False
         trainer.save_checkpoint(self.path, weights_only=False)  # optimiser and loops as well
         self.written = time.monotonic()
 
@@ -66,14 +69,20 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx % self.stride == 0:
+        self.accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches != 0 and not trainer.is_last_batch
+        if self.accumulating:
+            return
+        if trainer.global_step % self.stride == 0 and not self.waiting:
             due = time.monotonic() - self.written >= 60 * self.minutes
-            if trainer.strategy.broadcast(due):
-                self.save(trainer)
+            self.waiting = trainer.strategy.broadcast(due)
+        if self.waiting:
+            self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fast_dev_run:
-            self.save(trainer)
+            self.waiting = self.accumulating
+            if not self.waiting:
+                self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fast_dev_run:

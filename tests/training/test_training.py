@@ -262,6 +262,22 @@ def test_accumulated_gradients_make_as_many_steps(tmp_path) -> None:
     assert trainer.global_step == 3
 
 
+def test_no_checkpoint_between_accumulated_gradients(tmp_path) -> None:
+    saved = []
+
+    class Noted(LastCheckpoint):
+        def save(self, trainer):
+            super().save(trainer)
+            saved.append((trainer.global_step, trainer.fit_loop.batch_idx + 1))
+
+    options = {"accumulate_grad_batches": 2, "limit_val_batches": 1, "val_check_interval": 3, "max_steps": 4}
+    options["enable_checkpointing"] = True
+    last = Noted(tmp_path / "last.ckpt", stride=100)
+    make_trainer(tmp_path, callbacks=[last], **options).fit(make_module(), make_data())
+    # Validated after batches 3 and 6: the first waits for its step. The last is the end's.
+    assert saved == [(2, 4), (3, 6), (4, 8)]
+
+
 def test_sizes_that_cannot_be_are_named() -> None:
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         DemoDataModule(batch_size=0)
