@@ -94,9 +94,10 @@ class AmortizedExplainer(Explainer):
             ``"embedding"`` on a learned one.
         evidence: add the classifier's own evidence map (class vector times final features) to the head's output.
         upsampling: ``"nearest"`` keeps the edges of the tokens, ``"bilinear"`` is smoother.
+        edges: let values spread inside objects and stop at the edges of the image (guided filter).
 
     Attributes:
-        options: width, class_vector, evidence and upsampling, as passed.
+        options: width, class_vector, evidence, upsampling and edges, as passed.
         record: ``"training"`` summary and ``"metrics"`` of the artefact it was loaded from, else empty.
 
     Example:
@@ -116,6 +117,7 @@ class AmortizedExplainer(Explainer):
         class_vector: Literal["weights", "embedding"] = "weights",
         evidence: bool = True,
         upsampling: Upsampling = "nearest",
+        edges: bool = False,
     ) -> None:
         super().__init__(classifier)
         if class_vector not in ("weights", "embedding"):
@@ -126,6 +128,7 @@ class AmortizedExplainer(Explainer):
             "class_vector": class_vector,
             "evidence": evidence,
             "upsampling": upsampling,
+            "edges": edges,
         }
         self.record: dict[str, Any] = {}
         self.encoder = encoder
@@ -138,6 +141,7 @@ class AmortizedExplainer(Explainer):
             num_classes=classifier.num_classes if learned else None,
             width=width,
             upsampling=upsampling,
+            edges=edges,
         ).to(self.device)
 
     def to(self, device: torch.device | str) -> AmortizedExplainer:

@@ -7,11 +7,14 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from kornia.color import rgb_to_grayscale
+from kornia.filters import guided_blur
 from torch import Tensor, nn
 
 Upsampling = Literal["nearest", "bilinear"]
 FINEST_STRIDE = 4
 EMBEDDING_DIM = 128
+EDGE_VARIANCE = 3e-3  # luminance variance above which a window holds an edge
 
 
 class AttributionHead(nn.Module):
@@ -31,6 +34,7 @@ class AttributionHead(nn.Module):
         width: channels of the coarse levels; the one size option.
         upsampling: how coarse maps reach finer grids. ``"nearest"`` keeps the edges of the tokens, what a patch model
             sees whole or not at all; ``"bilinear"`` is smoother.
+        edges: pass the map through :func:`follow_edges`.
 
     Shape:
         - features: each ``(batch, channels, h, w)``
@@ -50,8 +54,10 @@ class AttributionHead(nn.Module):
         num_classes: int | None = None,
         width: int = 96,
         upsampling: Upsampling = "nearest",
+        edges: bool = False,
     ) -> None:
         super().__init__()
+        self.edges = edges
         if upsampling not in ("nearest", "bilinear"):
             msg = f"upsampling must be 'nearest' or 'bilinear', got {upsampling!r}."
             raise ValueError(msg)
@@ -110,7 +116,8 @@ class AttributionHead(nn.Module):
             )
             x = level(x, here, vectors, images, grid)
         maps = resize(self.output(x), size, self.upsampling)
-        return maps if evidence is None else maps + resize(evidence, size, self.upsampling)
+        maps = maps if evidence is None else maps + resize(evidence, size, self.upsampling)
+        return follow_edges(maps, images) if self.edges else maps
 
 
 class Level(nn.Module):
@@ -161,6 +168,17 @@ def standardize(maps: Tensor) -> Tensor:
     flat = flat if flat.dtype == torch.float64 else flat.float()
     flat = flat - flat.mean(1, keepdim=True)
     return (flat / flat.std(1, unbiased=False, keepdim=True).clamp_min(1e-6)).view_as(maps)
+
+
+def follow_edges(maps: Tensor, images: Tensor) -> Tensor:
+    """Maps ``(batch, 1, H, W)`` whose values spread inside objects, up to the edges of images ``(batch, 3, H, W)``.
+
+    A guided filter (He et al. 2013, doi 10.1109/TPAMI.2012.213) with the luminance as guide, in windows of three
+    eighths of the shorter side; its statistics are taken on at most about 64 pixels per side.
+    """
+    side = min(images.shape[-2:])
+    guide, window, step = rgb_to_grayscale(images), 2 * (3 * side // 16) + 1, max(side // 64, 1)
+    return guided_blur(guide, maps, window, EDGE_VARIANCE, subsample=step, separable=True).to(maps.dtype)
 
 
 def resize(x: Tensor, size: Sequence[int], mode: Literal["nearest", "bilinear", "area"]) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aha
-from aha.head import AttributionHead, standardize
+from aha.head import AttributionHead, follow_edges, standardize
 
 FAMILIES = [
     ("test_vit", {}, (96, 64)),
@@ -92,3 +92,66 @@ def test_bad_width_and_class_vector_are_named() -> None:
         aha.AmortizedExplainer(classifier, width=10)
     with pytest.raises(ValueError, match="class_vector must be"):
         aha.AmortizedExplainer(classifier, class_vector="word")
+
+
+def slow_guided_filter(guide: list, maps: list, reach: int, variance: float) -> torch.Tensor:
+    """He et al. 2013, eqs. 5, 6 and 8 as written: a line a·I + b per window, averaged over the windows of a pixel."""
+    height, width = len(guide), len(guide[0])
+
+    def window(y: int, x: int) -> list[tuple[int, int]]:
+        def mirrored(i: int, n: int) -> int:
+            return -i if i < 0 else 2 * n - 2 - i if i >= n else i
+
+        reached = range(-reach, reach + 1)
+        return [(mirrored(y + j, height), mirrored(x + i, width)) for j in reached for i in reached]
+
+    lines = {}
+    for y in range(height):
+        for x in range(width):
+            inside = window(y, x)
+            i_mean = sum(guide[j][i] for j, i in inside) / len(inside)
+            p_mean = sum(maps[j][i] for j, i in inside) / len(inside)
+            i_square = sum(guide[j][i] ** 2 for j, i in inside) / len(inside)
+            both = sum(guide[j][i] * maps[j][i] for j, i in inside) / len(inside)
+            a = (both - i_mean * p_mean) / (i_square - i_mean**2 + variance)
+            lines[y, x] = a, p_mean - a * i_mean
+    out = torch.zeros(height, width, dtype=torch.float64)
+    for y in range(height):
+        for x in range(width):
+            inside = window(y, x)
+            a, b = (sum(lines[place][k] for place in inside) / len(inside) for k in (0, 1))
+            out[y, x] = a * guide[y][x] + b
+    return out
+
+
+def test_follow_edges_equals_the_guided_filter_as_written() -> None:
+    torch.manual_seed(0)
+    images, maps = torch.rand(2, 3, 16, 20, dtype=torch.float64), torch.randn(2, 1, 16, 20, dtype=torch.float64)
+    grey = images[:, 0] * 0.299 + images[:, 1] * 0.587 + images[:, 2] * 0.114
+    for b, found in enumerate(follow_edges(maps, images)):
+        expected = slow_guided_filter(grey[b].tolist(), maps[b, 0].tolist(), reach=3, variance=3e-3)
+        torch.testing.assert_close(found[0], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_follow_edges_fills_the_object_and_stops_at_its_edge() -> None:
+    images, maps = torch.zeros(1, 3, 64, 64), torch.zeros(1, 1, 64, 64)
+    images[..., 20:44, 20:44] = 1.0  # a white square,
+    maps[..., 20:36, 12:28] = 1.0  # and a token that lies half on it
+    found = follow_edges(maps, images)[0, 0]
+    assert found[28, 19] < 0.5 * found[28, 20]  # the edge divides the token,
+    assert found[28, 36] > 0.1 > 0.01 > found[28, 44]  # the square shares its part of it as far as its own edge,
+    y, x = divmod(int(found.argmax()), 64)
+    assert 20 <= y < 44 and 20 <= x < 44  # and holds the maximum
+    scaled = follow_edges(3 * maps + 1, images)[0, 0]
+    torch.testing.assert_close(scaled, 3 * found + 1, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(64, 96), (224, 160)])
+def test_edges_are_an_option_of_the_head(size: tuple[int, int]) -> None:
+    classifier = aha.FrozenClassifier.from_timm("test_vit", pretrained=False, image_size=size)
+    explainer = aha.AmortizedExplainer(classifier, width=16, edges=True)
+    images = torch.rand(2, 3, *size)
+    maps = explainer.attribute(images, 3)
+    assert maps.shape == (2, 1, *size) and maps.isfinite().all()
+    explainer.head.edges = False
+    torch.testing.assert_close(maps, follow_edges(explainer.attribute(images, 3), images))

@@ -65,12 +65,14 @@ class HeadOptions:
         class_vector: 'weights' takes the classifier's own weight row of a class, 'embedding' learns one.
         evidence: add the classifier's own evidence map (class vector times final features) to the output.
         upsampling: 'nearest' keeps the edges of the tokens, 'bilinear' is smoother.
+        edges: let values spread inside objects and stop at the edges of the image (guided filter).
     """
 
     width: int = 96
     class_vector: Literal["weights", "embedding"] = "weights"
     evidence: bool = True
     upsampling: Upsampling = "nearest"
+    edges: bool = False
 
 
 @dataclass(kw_only=True)

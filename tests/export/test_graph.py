@@ -104,7 +104,7 @@ def test_pt2(family, tmp_path):
         assert relative(maps, expected.maps) <= 1e-6
 
 
-@pytest.mark.parametrize("options", [{"class_vector": "embedding"}, {"evidence": False}])
+@pytest.mark.parametrize("options", [{"class_vector": "embedding"}, {"evidence": False}, {"edges": True}])
 def test_other_heads_trace(vit, options):
     explainer = trained_like(vit, **options)
     graph = trace(explainer).module()
