@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aha.backbone import FrozenBackbone
 from aha.classifier import ClassifierOutput, FrozenClassifier
-from aha.head import AttributionHead, Upsampling, resize
+from aha.head import AttributionHead, FeatureNorm, Upsampling, resize
 
 Targets = int | Sequence[int] | Tensor | None
 
@@ -91,13 +91,16 @@ class AmortizedExplainer(Explainer):
             with the prediction. Another one (the paper's choice, a DINOv3) costs a pass of its own.
         width: channels of the head.
         class_vector: ``"weights"`` conditions the head on the classifier's own weight row of the class,
-            ``"embedding"`` on a learned one.
+            ``"embedding"`` on a learned one, ``"none"`` on nothing: the evidence map alone then tells classes apart,
+            and the head can't learn few pictures' classes by heart.
         evidence: add the classifier's own evidence map (class vector times final features) to the head's output.
         upsampling: ``"nearest"`` keeps the edges of the tokens, ``"bilinear"`` is smoother.
+        feature_norm: ``"position"`` normalises each position of the features by itself, ``"image"`` all together, which
+            keeps where a feature map is strong.
         edges: let values spread inside objects and stop at the edges of the image (guided filter).
 
     Attributes:
-        options: width, class_vector, evidence, upsampling and edges, as passed.
+        options: those of the head, as passed.
         record: ``"training"`` summary and ``"metrics"`` of the artefact it was loaded from, else empty.
 
     Example:
@@ -114,33 +117,38 @@ class AmortizedExplainer(Explainer):
         *,
         encoder: FrozenBackbone | None = None,
         width: int = 96,
-        class_vector: Literal["weights", "embedding"] = "weights",
+        class_vector: Literal["weights", "embedding", "none"] = "weights",
         evidence: bool = True,
         upsampling: Upsampling = "nearest",
+        feature_norm: FeatureNorm = "position",
         edges: bool = False,
     ) -> None:
         super().__init__(classifier)
-        if class_vector not in ("weights", "embedding"):
-            msg = f"class_vector must be 'weights' or 'embedding', got {class_vector!r}."
+        if class_vector not in ("weights", "embedding", "none"):
+            msg = f"class_vector must be 'weights', 'embedding' or 'none', got {class_vector!r}."
+            raise ValueError(msg)
+        if class_vector == "none" and not evidence:
+            msg = "class_vector='none' needs evidence=True: nothing else would tell one class's map from another's."
             raise ValueError(msg)
         self.options: dict[str, Any] = {
             "width": width,
             "class_vector": class_vector,
             "evidence": evidence,
             "upsampling": upsampling,
+            "feature_norm": feature_norm,
             "edges": edges,
         }
         self.record: dict[str, Any] = {}
         self.encoder = encoder
         source = classifier if encoder is None else encoder
-        learned = class_vector == "embedding"
         self.head = AttributionHead(
             source.feature_channels,
             [round(source.image_size[0] / grid[0]) for grid in source.feature_grids],
-            class_dim=0 if learned else classifier.class_weight.shape[1],
-            num_classes=classifier.num_classes if learned else None,
+            class_dim=classifier.class_weight.shape[1] if class_vector == "weights" else 0,
+            num_classes=classifier.num_classes if class_vector == "embedding" else None,
             width=width,
             upsampling=upsampling,
+            feature_norm=feature_norm,
             edges=edges,
         ).to(self.device)
 
@@ -184,8 +192,8 @@ class AmortizedExplainer(Explainer):
         """
         with torch.no_grad():
             evidence = self.classifier.evidence(output.final, targets) if self.options["evidence"] else None
-            learned = self.options["class_vector"] == "embedding"
-            vectors = None if learned else self.classifier.class_vectors(targets)
+            weights = self.options["class_vector"] == "weights"
+            vectors = self.classifier.class_vectors(targets) if weights else None
         head = self.head if head is None else head
         return head(output.features, targets, images, class_vectors=vectors, evidence=evidence)
 

@@ -12,6 +12,7 @@ from kornia.filters import guided_blur
 from torch import Tensor, nn
 
 Upsampling = Literal["nearest", "bilinear"]
+FeatureNorm = Literal["position", "image"]
 FINEST_STRIDE = 4
 EMBEDDING_DIM = 128
 EDGE_VARIANCE = 3e-3  # luminance variance above which a window holds an edge
@@ -29,18 +30,20 @@ class AttributionHead(nn.Module):
     Args:
         feature_channels: channels of each depth, shallow to deep.
         feature_strides: image side over grid side of each depth.
-        class_dim: dimension of the class vectors.
+        class_dim: dimension of the class vectors; 0, without ``num_classes``: the head itself knows no classes.
         num_classes: given for a learned embedding of the classes in place of class vectors, else None.
         width: channels of the coarse levels; the one size option.
         upsampling: how coarse maps reach finer grids. ``"nearest"`` keeps the edges of the tokens, what a patch model
             sees whole or not at all; ``"bilinear"`` is smoother.
+        feature_norm: how features are normalised. ``"position"``: the channels of each position on their own (layer
+            norm). ``"image"``: all positions together, which keeps where a feature map is strong.
         edges: pass the map through :func:`follow_edges`.
 
     Shape:
         - features: each ``(batch, channels, h, w)``
         - targets: ``(batch,)``
         - images: ``(batch, 3, H, W)`` in [0, 1]
-        - class_vectors: ``(batch, class_dim)``, or None with a learned embedding
+        - class_vectors: ``(batch, class_dim)``, or None with a learned embedding or no classes
         - evidence: ``(batch, 1, h, w)``, added to the output after standardisation, or None
         - output: ``(batch, 1, H, W)``, signed
     """
@@ -54,9 +57,13 @@ class AttributionHead(nn.Module):
         num_classes: int | None = None,
         width: int = 96,
         upsampling: Upsampling = "nearest",
+        feature_norm: FeatureNorm = "position",
         edges: bool = False,
     ) -> None:
         super().__init__()
+        if feature_norm not in ("position", "image"):
+            msg = f"feature_norm must be 'position' or 'image', got {feature_norm!r}."
+            raise ValueError(msg)
         self.edges = edges
         if upsampling not in ("nearest", "bilinear"):
             msg = f"upsampling must be 'nearest' or 'bilinear', got {upsampling!r}."
@@ -82,6 +89,7 @@ class AttributionHead(nn.Module):
                 dim,
                 stem=depth >= len(strides) - 2,
                 upsampling=upsampling,
+                feature_norm=feature_norm,
             )
             for depth, (below, here, members) in enumerate(zip([1, *widths], widths, self.members, strict=False))
         )
@@ -102,8 +110,9 @@ class AttributionHead(nn.Module):
         dtype = self.output.weight.dtype
         features, images = [feature.to(dtype) for feature in features], images.to(dtype)
         evidence = None if evidence is None else evidence.to(dtype)
-        vectors = self.embedding(targets) if self.embedding is not None else class_vectors.to(dtype)
-        vectors = F.normalize(vectors, dim=-1) * vectors.shape[-1] ** 0.5
+        vectors = self.embedding(targets) if self.embedding is not None else class_vectors
+        if vectors is not None:
+            vectors = F.normalize(vectors.to(dtype), dim=-1) * vectors.shape[-1] ** 0.5
         size = images.shape[-2:]
         evidence = None if evidence is None else standardize(evidence)
         x = evidence
@@ -124,13 +133,24 @@ class Level(nn.Module):
     """One resolution: what comes from below, the features of this grid, and the image where ``stem`` is set."""
 
     def __init__(
-        self, below: int, width: int, channels: Sequence[int], class_dim: int, *, stem: bool, upsampling: Upsampling
+        self,
+        below: int,
+        width: int,
+        channels: Sequence[int],
+        class_dim: int,
+        *,
+        stem: bool,
+        upsampling: Upsampling,
+        feature_norm: FeatureNorm,
     ) -> None:
         super().__init__()
         self.upsampling = upsampling
         self.below = nn.Conv2d(below, width, 1)
-        self.project = nn.ModuleList(nn.Sequential(ChannelNorm(c), nn.Conv2d(c, width, 1)) for c in channels)
-        self.gate = nn.ModuleList(nn.Linear(class_dim, width) for _ in channels)
+        norms = [ChannelNorm(c) if feature_norm == "position" else nn.GroupNorm(1, c) for c in channels]
+        self.project = nn.ModuleList(
+            nn.Sequential(norm, nn.Conv2d(c, width, 1)) for norm, c in zip(norms, channels, strict=True)
+        )
+        self.gate = nn.ModuleList(nn.Linear(class_dim, width) for _ in channels if class_dim)
         self.stem = (
             nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.GELU(), nn.Conv2d(width, width, 3, padding=1))
             if stem
@@ -141,11 +161,13 @@ class Level(nn.Module):
         self.out = nn.Conv2d(width, width, 1)
 
     def forward(
-        self, x: Tensor | None, features: Sequence[Tensor], vectors: Tensor, images: Tensor, grid: Sequence[int]
+        self, x: Tensor | None, features: Sequence[Tensor], vectors: Tensor | None, images: Tensor, grid: Sequence[int]
     ) -> Tensor:
         y = 0 if x is None else resize(self.below(x), grid, self.upsampling)
-        for feature, project, gate in zip(features, self.project, self.gate, strict=True):
-            y = y + project(feature) * gate(vectors)[:, :, None, None]
+        for i, (feature, project) in enumerate(zip(features, self.project, strict=True)):
+            y = y + (
+                project(feature) if vectors is None else project(feature) * self.gate[i](vectors)[:, :, None, None]
+            )
         if self.stem is not None:
             y = y + self.stem(resize(images - 0.5, grid, "area"))
         return y + self.out(F.gelu(self.mix(self.norm(y))))

@@ -155,3 +155,35 @@ def test_edges_are_an_option_of_the_head(size: tuple[int, int]) -> None:
     assert maps.shape == (2, 1, *size) and maps.isfinite().all()
     explainer.head.edges = False
     torch.testing.assert_close(maps, follow_edges(explainer.attribute(images, 3), images))
+
+
+def test_without_class_vectors_only_the_evidence_tells_classes_apart() -> None:
+    torch.manual_seed(0)
+    classifier = aha.FrozenClassifier.from_timm("test_efficientnet", pretrained=False, image_size=64)
+    explainer = aha.AmortizedExplainer(classifier, width=16, class_vector="none")
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        explainer.head.output.weight.normal_()
+        output, classes = explainer.encode(images), [torch.full((2,), k) for k in (1, 2)]
+        maps = [explainer.decode(output, images, k) for k in classes]
+        evidence = classifier.evidence(output.final, classes[0])
+        same = explainer.head(output.features, classes[1], images, evidence=evidence)
+    torch.testing.assert_close(same, maps[0])  # another class, but the evidence of the first
+    assert (maps[0] - maps[1]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="needs evidence=True"):
+        aha.AmortizedExplainer(classifier, class_vector="none", evidence=False)
+
+
+@pytest.mark.parametrize(("feature_norm", "sees_strength"), [("position", False), ("image", True)])
+def test_feature_norm_decides_whether_strong_positions_show(feature_norm: str, sees_strength: bool) -> None:
+    torch.manual_seed(0)
+    head = AttributionHead([8, 8], [4, 4], class_dim=0, width=16, feature_norm=feature_norm)
+    feature, images = torch.randn(1, 8, 16, 16), torch.full((1, 3, 64, 64), 0.5)
+    stronger = feature.clone()
+    stronger[..., 4:8, 4:8] *= 3
+    with torch.no_grad():
+        weak, strong = (head([f, f], torch.zeros(1), images) for f in (feature, stronger))
+    changed = (strong - weak).abs().max() / weak.std()
+    assert (changed > 0.1) == sees_strength
+    with pytest.raises(ValueError, match="feature_norm"):
+        AttributionHead([8], [4], class_dim=0, feature_norm="batch")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from aha.backbone import FrozenBackbone
 from aha.classifier import FrozenClassifier
-from aha.head import Upsampling
+from aha.head import FeatureNorm, Upsampling
 
 T = TypeVar("T")
 
@@ -62,16 +62,20 @@ class HeadOptions:
 
     Args:
         width: channels of the coarse levels; the one size option.
-        class_vector: 'weights' takes the classifier's own weight row of a class, 'embedding' learns one.
+        class_vector: 'weights' takes the classifier's own weight row of a class, 'embedding' learns one, 'none' leaves
+            telling classes apart to the evidence map: for a few hundred pictures, whose classes a head learns by heart.
         evidence: add the classifier's own evidence map (class vector times final features) to the output.
         upsampling: 'nearest' keeps the edges of the tokens, 'bilinear' is smoother.
+        feature_norm: 'position' normalises each position of the features by itself, 'image' all together, which keeps
+            where a feature map is strong.
         edges: let values spread inside objects and stop at the edges of the image (guided filter).
     """
 
     width: int = 96
-    class_vector: Literal["weights", "embedding"] = "weights"
+    class_vector: Literal["weights", "embedding", "none"] = "weights"
     evidence: bool = True
     upsampling: Upsampling = "nearest"
+    feature_norm: FeatureNorm = "position"
     edges: bool = False
 
 
