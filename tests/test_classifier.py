@@ -585,7 +585,9 @@ def test_weights_of_another_library_are_matched_by_order(tmp_path):
     model = timm.create_model("test_efficientnet", num_classes=3).eval()
     state = model.state_dict()
     torch.save({f"theirs.{i}": value for i, value in enumerate(state.values())}, tmp_path / "theirs.pth")
-    safetensors.torch.save_file(state, tmp_path / "sorted.safetensors")  # the format sorts its tensors: here names must decide
+    safetensors.torch.save_file(
+        state, tmp_path / "sorted.safetensors"
+    )  # the format sorts its tensors: here names must decide
     images = torch.rand(2, 3, 160, 160)
     for file in ("theirs.pth", "sorted.safetensors"):
         options = {"checkpoint_path": tmp_path / file, "weights_by_order": True, "num_classes": 3}

@@ -196,7 +196,7 @@ def _installed() -> dict[str, np.ndarray]:
     try:
         from skimage import data
     except ModuleNotFoundError as error:
-        msg = "The default backgrounds need scikit-image: pip install -e '.[photos]', or name a folder of photographs."
+        msg = "The default backgrounds need scikit-image: pip install -e '.[cutouts]', or name a folder of photographs."
         raise ImportError(msg) from error
     found |= {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
     return found | {"motorcycle": data.stereo_motorcycle()[0]}

