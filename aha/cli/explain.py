@@ -47,7 +47,8 @@ def explain(
         images: picture files, folders and glob patterns.
         explainer: an artefact's folder, a training checkpoint, or a hub id.
         target: class index or name; repeat it for several; default: each picture's predicted class.
-        output: a file for one picture, else a folder; default: NAME.explained.png, or the folder explained/.
+        output: a folder, or a file, in which several pictures get a row each; default: NAME.explained.png for one
+            picture, else the folder explained/.
         compare: explainers to show beside it, by name and separated by commas: cdam,gradskip
         refine: steps of test-time refinement, shown as a row of its own.
         top: how many predictions to print.
@@ -60,11 +61,20 @@ def explain(
     from rich.progress import track
 
     from aha.cli.classes import class_names, find_class
-    from aha.cli.files import find_pictures, output_paths
+    from aha.cli.files import find_pictures, is_file_name, output_paths
     from aha.export import load_explainer
+    from aha.pictures import sheet
 
     pictures = find_pictures(images)
-    paths = output_paths(pictures, output)
+    together = output if output is not None and is_file_name(output) and len(pictures) > 1 else None
+    if together and npy:
+        msg = f"--npy writes a file per picture, {output} is one: name a folder."
+        raise ValueError(msg)
+    if together and Path(together).resolve() in {file for file, _ in pictures}:
+        msg = f"{output} is one of the pictures itself: name another output."
+        raise ValueError(msg)
+    paths = output_paths(pictures, None if together else output)
+    rows: list | None = [] if together else None
     loaded = load_explainer(explainer, checkpoint_path=checkpoint_path, device=device)
     names = class_names(loaded.classifier)
     targets = [find_class(text, names) for text in target or []]
@@ -73,9 +83,15 @@ def explain(
     chunks = [jobs[i : i + batch_size] for i in range(0, len(jobs), max(batch_size, 1))]
     failed = []
     for chunk in track(chunks, "explaining", disable=len(chunks) < 2, transient=True):
-        for line, bad in _explain_batch(loaded, methods, chunk, targets, names, top=top, npy=npy, resize=resize):
+        for line, bad in _explain_batch(
+            loaded, methods, chunk, targets, names, top=top, npy=npy, resize=resize, rows=rows
+        ):
             print(line)
             failed += bad
+    if rows:
+        Path(together).parent.mkdir(parents=True, exist_ok=True)
+        sheet(rows, ["", *methods], cell=CELL).savefig(together, dpi=DPI)
+        print(f"{len(rows)} rows → {together}")
     if failed:
         msg = f"{len(failed)} of {len(pictures)} files could not be read: {', '.join(map(str, failed[:5]))}"
         raise ValueError(msg)
@@ -91,8 +107,12 @@ def _explain_batch(
     top: int,
     npy: bool,
     resize: Literal["squash", "crop"],
+    rows: list | None,
 ) -> Iterator[tuple[str, list[Path]]]:
-    """Explain, draw and save one batch; yields a line to print per picture, and the file if it was unreadable."""
+    """Explain, draw and save one batch, or add to the rows of one sheet.
+
+    Yields a line to print per picture, and the file if it was unreadable.
+    """
     import torch
 
     from aha.cli.classes import short
@@ -122,13 +142,16 @@ def _explain_batch(
         classes = [column[i] for column in columns]
         titles = [f"{short(names[c])} {probabilities[i, c]:.1%}" for c in classes]
         own = {name: [m[i, 0] for m in each] for name, each in maps.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _figure(shown[i], file.name, own, titles).savefig(path, dpi=DPI)
+        if rows is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _figure(shown[i], file.name, own, titles).savefig(path, dpi=DPI)
+        else:
+            rows += [_row(shown[i], own, k, title) for k, title in enumerate(titles)]
         if npy:
             _save_arrays(path, own)
         best = probabilities[i].topk(min(top, probabilities.shape[-1]))
         lines = [f"  {p:6.1%}  {names[c]} ({c})" for p, c in zip(best.values, best.indices.tolist(), strict=True)]
-        yield "\n".join([f"{file} → {path}", *lines]), []
+        yield "\n".join([f"{file} → {path}" if rows is None else str(file), *lines]), []
 
 
 def _methods(explainer: AmortizedExplainer, compare: str, refine: int) -> dict:
@@ -149,6 +172,13 @@ def _methods(explainer: AmortizedExplainer, compare: str, refine: int) -> dict:
             other = build_explainer(spec, explainer.classifier)
             methods[other.name] = other.attribute
     return methods
+
+
+def _row(picture: Tensor, maps: dict[str, list[Tensor]], k: int, title: str) -> tuple[str, list]:
+    """A row of a sheet: the picture and every explainer's map of its k-th class."""
+    from aha.pictures import overlay
+
+    return title, [(picture, ""), *((overlay(picture, each[k]), "") for each in maps.values())]
 
 
 def _figure(picture: Tensor, name: str, maps: dict[str, list[Tensor]], titles: Sequence[str]) -> Figure:

@@ -37,9 +37,14 @@ def find_pictures(sources: Sequence[str]) -> list[tuple[Path, Path]]:
     return list(found.items())
 
 
+def is_file_name(output: str) -> bool:
+    """Whether an output is the name of a picture, not of a folder."""
+    return Path(output).suffix.lower() in PICTURE_ENDINGS
+
+
 def output_paths(pictures: Sequence[tuple[Path, Path]], output: str | None) -> list[Path]:
     """One result per picture: the file asked for, or a name below a folder; no two are the same."""
-    if output is not None and Path(output).suffix.lower() in PICTURE_ENDINGS:
+    if output is not None and is_file_name(output):
         if len(pictures) > 1:
             msg = f"{output} is one file, but there are {len(pictures)} pictures: name a folder."
             raise ValueError(msg)

@@ -88,6 +88,21 @@ def test_a_folder_of_odd_pictures(artefact, tmp_path, capsys):
     assert turned.height > upright.height  # a tall picture, as it looks in a viewer
 
 
+def test_several_pictures_in_one_file(artefact, picture, tmp_path, capsys):
+    tall = tmp_path / "tall.png"
+    Image.open(picture).rotate(90, expand=True).save(tall)
+    output = tmp_path / "out" / "both.png"
+    options = ["--explainer", artefact, "--compare", "random", "--target", "0", "--target", "4", "--output", output]
+    assert run(picture, tall, *options) == 0
+    assert sorted(path.name for path in output.parent.iterdir()) == ["both.png"]
+    assert run(picture, *options[:-1], tmp_path / "one.png") == 0
+    assert Image.open(output).height > 1.4 * Image.open(tmp_path / "one.png").height  # four rows, not two
+    assert "4 rows → " in capsys.readouterr().out
+    assert run(picture, tall, *options[:-1], tall) == 1  # never over a picture
+    assert run(picture, tall, *options, "--npy") == 1
+    assert "is one of the pictures itself" in (error := capsys.readouterr().err) and "name a folder" in error
+
+
 def test_an_unreadable_file_is_named_and_the_rest_is_done(artefact, picture, tmp_path, capsys):
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8 not a picture")
     assert run(tmp_path / "*.*g", "--explainer", artefact, "--output", tmp_path / "out") == 1
