@@ -196,7 +196,7 @@ def follow_edges(maps: Tensor, images: Tensor) -> Tensor:
     """Maps ``(batch, 1, H, W)`` whose values spread inside objects, up to the edges of images ``(batch, 3, H, W)``.
 
     A guided filter (He et al. 2013, doi 10.1109/TPAMI.2012.213) with the luminance as guide, in windows of three
-    eighths of the shorter side; its statistics are taken on at most about 64 pixels per side.
+    eighths of the shorter side; its statistics are taken on 64 to 127 pixels of the shorter side.
     """
     side = min(images.shape[-2:])
     guide, window, step = rgb_to_grayscale(images), 2 * (3 * side // 16) + 1, max(side // 64, 1)

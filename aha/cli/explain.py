@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHOWN = 720  # longest side of a picture in the result
 CELL, DPI = 3.2, 150
+LONGEST_SIDE, WEBP_SIDE = 60_000, 16_000  # pixels that formats can hold
 EPILOG = """examples:
   aha explain cat.jpg --explainer runs/pets/explainer
   aha explain cat.jpg --explainer runs/pets/explainer --target tabby --target 285 --output cat.png
@@ -90,7 +91,9 @@ def explain(
             failed += bad
     if rows:
         Path(together).parent.mkdir(parents=True, exist_ok=True)
-        sheet(rows, ["", *methods], cell=CELL).savefig(together, dpi=DPI)
+        figure = sheet(rows, ["", *methods], cell=CELL)
+        side = WEBP_SIDE if together.lower().endswith(".webp") else LONGEST_SIDE
+        figure.savefig(together, dpi=min(DPI, side / max(figure.get_size_inches())))
         print(f"{len(rows)} rows → {together}")
     if failed:
         msg = f"{len(failed)} of {len(pictures)} files could not be read: {', '.join(map(str, failed[:5]))}"
@@ -146,7 +149,7 @@ def _explain_batch(
             path.parent.mkdir(parents=True, exist_ok=True)
             _figure(shown[i], file.name, own, titles).savefig(path, dpi=DPI)
         else:
-            rows += [_row(shown[i], own, k, title) for k, title in enumerate(titles)]
+            rows += [_row(shown[i], file.name, own, k, title) for k, title in enumerate(titles)]
         if npy:
             _save_arrays(path, own)
         best = probabilities[i].topk(min(top, probabilities.shape[-1]))
@@ -174,11 +177,11 @@ def _methods(explainer: AmortizedExplainer, compare: str, refine: int) -> dict:
     return methods
 
 
-def _row(picture: Tensor, maps: dict[str, list[Tensor]], k: int, title: str) -> tuple[str, list]:
+def _row(picture: Tensor, name: str, maps: dict[str, list[Tensor]], k: int, title: str) -> tuple[str, list]:
     """A row of a sheet: the picture and every explainer's map of its k-th class."""
     from aha.pictures import overlay
 
-    return title, [(picture, ""), *((overlay(picture, each[k]), "") for each in maps.values())]
+    return title, [(picture, name), *((overlay(picture, each[k]), "") for each in maps.values())]
 
 
 def _figure(picture: Tensor, name: str, maps: dict[str, list[Tensor]], titles: Sequence[str]) -> Figure:

@@ -29,6 +29,7 @@ from aha.training.module import ExplainerModule
 from aha.training.options import BackboneOptions
 from aha.training.pictures import Pictures, save_contact_sheet
 
+FOUND_BY_LIGHTNING = ("last", "best", "hpc", "registry")  # words for --ckpt_path that it turns into a file itself
 DESCRIPTION = """Train an amortized explainer for a frozen image classifier.
 
   python train.py --config configs/demo.yaml                       the embedded demo, no download
@@ -106,7 +107,9 @@ def main(args: list[str] | None = None) -> None:
     quiet()
     try:
         cli = build(args)
-        if (resumed := cli.config.ckpt_path) and "://" not in resumed:
+        resumed = cli.config.ckpt_path
+        if resumed and resumed not in FOUND_BY_LIGHTNING and "://" not in resumed:
+            cli.config.ckpt_path = resumed = str(Path(resumed).expanduser())
             cli.model.on_load_checkpoint(read_checkpoint(resumed))
     except (ValueError, ConnectionError, FileNotFoundError) as error:
         # Wrong names, weights or sizes, each with its remedy: a traceback would only hide it.
@@ -133,7 +136,8 @@ def build(args: list[str] | None) -> TrainCLI:
         parser_class=TrainParser,
         parser_kwargs={"description": DESCRIPTION, "formatter_class": HelpFormatter},
     )
-    given = getattr(getattr(cli.datamodule, "train_recipe", None), "image_size", None)
+    data = cli.datamodule
+    given = getattr(getattr(data, "train_recipe", data), "image_size", None)
     wanted = cli.model.classifier.image_size
     if given is not None and tuple(given) != tuple(wanted):
         msg = (
@@ -158,11 +162,12 @@ def finish(cli: TrainCLI, started: float) -> None:
         "checkpoint": str(chosen),
         "steps": checkpoint["global_step"],
         "skipped_steps": checkpoint["skipped_steps"],
-        "samples": {"seen": cli.tally.seen, "skipped": cli.tally.skipped},
         "minutes": round((time.perf_counter() - started) / 60, 2),
         "protocol": "hard per-pixel ranking, 21 fractions, mean reference, predicted class, trapezoid",
         "test": {name: round(value, 5) for name, value in module.test_means.items()},
     }
+    if hasattr(cli.datamodule, "tally"):
+        summary["samples"] = {"seen": cli.tally.seen, "skipped": cli.tally.skipped}
     # Weights drawn at random are nowhere else.
     drawn = any(not part.pretrained and part.checkpoint_path is None for part in backbones(module))
     save_artifact(module.explainer, output / "explainer", training=summary, with_backbone=drawn)

@@ -51,6 +51,7 @@ class CutoutDataModule(LightningDataModule):
                 raise ValueError(msg)
         self.batch_size, self.eval_batch_size, self.epoch_length = batch_size, eval_batch_size, epoch_length
         self.val_length, self.test_length, self.seed = val_length, test_length, seed
+        self.image_size = (image_size, image_size)
         self.options: dict[str, Any] = {"stamps": stamps, "backgrounds": backgrounds, "size": image_size, "seed": seed}
         self.options["classes"] = STAMP_CLASSES if classes is None else classes
 

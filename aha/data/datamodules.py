@@ -108,7 +108,8 @@ class _StreamDataModule(pl.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next training loader goes on from there."""
-        self._resume = state_dict.get("train")
+        if self.trainer is None or self.trainer.state.fn == "fit":  # Lightning calls it for tests, too
+            self._resume = state_dict.get("train")
 
     def val_dataloader(self) -> EvalLoader | list:
         """Every sample once over all ranks; no loader if no validation data was given."""

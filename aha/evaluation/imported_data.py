@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from aha.baselines.build import parse_spec
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ def open_imported(data: str, *, split: str, size: tuple[int, int]) -> Samples:
     except (TypeError, LookupError) as error:
         msg = f"--data {path}({options}) is no data set of dicts with an 'image': {error}."
         raise ValueError(msg) from error
+    if not isinstance(image, torch.Tensor) or image.dtype != torch.uint8:
+        found = image.dtype if isinstance(image, torch.Tensor) else type(image).__name__
+        msg = f"--data {path} gives images as {found}: they must be uint8 tensors (3, H, W), pixels from 0 to 255."
+        raise ValueError(msg)
     if tuple(image.shape) != (3, *size):
         msg = (
             f"--data {path} gives images of shape {tuple(image.shape)}, the classifier takes {(3, *size)}: "

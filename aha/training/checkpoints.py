@@ -106,8 +106,10 @@ class BestCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         earlier = Path(state_dict["best_model_path"])
-        if state_dict.get("dirpath") != self.dirpath and state_dict["best_model_path"]:
-            if not earlier.is_file():
+        if state_dict["best_model_path"]:
+            here = Path(self.dirpath) / earlier.name  # where it is if the whole run was moved
+            source = earlier if earlier.is_file() else here
+            if not source.is_file():
                 score = float(state_dict["best_model_score"])
                 msg = (
                     f"The best checkpoint so far, {earlier} ({self.monitor} {score:.4f}), is not there any more: "
@@ -115,9 +117,8 @@ class BestCheckpoint(ModelCheckpoint):
                 )
                 warnings.warn(msg, stacklevel=2)
                 return
-            here = Path(self.dirpath) / earlier.name
-            if rank_zero_only.rank == 0:
-                write_atomically(here, earlier.read_bytes())
+            if rank_zero_only.rank == 0 and source.resolve() != here.resolve():
+                write_atomically(here, source.read_bytes())
             moved = {str(earlier): str(here)}
             state_dict = state_dict | {"dirpath": self.dirpath, "last_model_path": ""}
             for name in ("best_model_path", "kth_best_model_path"):
@@ -134,7 +135,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: the file is cut short, or is no training checkpoint.
     """
-    file = Path(path)
+    file = Path(path).expanduser()
     others = sorted(str(other) for other in file.parent.glob("*.ckpt") if other != file)
     remedy = f"resume from {' or '.join(others)}" if others else "start anew without --ckpt_path"
     if not file.is_file():

@@ -88,7 +88,7 @@ def test_a_folder_of_odd_pictures(artefact, tmp_path, capsys):
     assert turned.height > upright.height  # a tall picture, as it looks in a viewer
 
 
-def test_several_pictures_in_one_file(artefact, picture, tmp_path, capsys):
+def test_several_pictures_in_one_file(artefact, picture, tmp_path, capsys, monkeypatch):
     tall = tmp_path / "tall.png"
     Image.open(picture).rotate(90, expand=True).save(tall)
     output = tmp_path / "out" / "both.png"
@@ -98,6 +98,8 @@ def test_several_pictures_in_one_file(artefact, picture, tmp_path, capsys):
     assert run(picture, *options[:-1], tmp_path / "one.png") == 0
     assert Image.open(output).height > 1.4 * Image.open(tmp_path / "one.png").height  # four rows, not two
     assert "4 rows → " in capsys.readouterr().out
+    monkeypatch.setattr("aha.cli.explain.LONGEST_SIDE", 300)  # more rows than the format can hold: a coarser picture
+    assert run(picture, tall, *options) == 0 and max(Image.open(output).size) <= 300
     assert run(picture, tall, *options[:-1], tall) == 1  # never over a picture
     assert run(picture, tall, *options, "--npy") == 1
     assert "is one of the pictures itself" in (error := capsys.readouterr().err) and "name a folder" in error

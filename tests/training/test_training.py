@@ -339,3 +339,8 @@ def test_the_best_checkpoint_comes_along_to_another_folder(tmp_path, monkeypatch
     assert Path(best.best_model_path) == (tmp_path / "second" / "best.ckpt").resolve()
     assert float(best.best_model_score) == pytest.approx(0.9 if there else 0.5)
     assert torch.load(best.best_model_path, weights_only=True)["global_step"] == (2 if there else 4)
+    if there:  # and with the whole run
+        (tmp_path / "first").rename(tmp_path / "moved")
+        best = run(tmp_path / "moved", 0.5, resume=tmp_path / "moved" / "last.ckpt")
+        assert Path(best.best_model_path) == (tmp_path / "moved" / "best.ckpt").resolve()
+        assert float(best.best_model_score) == pytest.approx(0.9)
