@@ -72,7 +72,7 @@ class Batch:
     masks: Tensor
 
 
-def open_data(data: str, classifier: FrozenClassifier, *, split: str = "test", digits: int = 1) -> Samples:
+def open_data(data: str | None, classifier: FrozenClassifier, *, split: str = "test", digits: int = 1) -> Samples:
     """Open ``"demo"``, an image folder, WebDataset shards (a ``.tar``, a pattern, a folder of them, an address), or a
     data set by ``module:callable(option=value, …)``.
 
@@ -88,6 +88,9 @@ def open_data(data: str, classifier: FrozenClassifier, *, split: str = "test", d
     Raises:
         ValueError: nothing there that could be read.
     """
+    if not data:
+        msg = "data: name demo, a folder of pictures, shards, or module:callable(option=value)."
+        raise ValueError(msg)
     if data == "demo":
         from aha.data.demo import SIZE, DemoDataset
 

@@ -97,7 +97,7 @@ class EvaluateOptions:
 
     explainers: str | list[str]
     output: str
-    data: str = "demo"
+    data: str | None = "demo"
     protocols: str | list[str] = "aha,rise,perturbation"
     classifier: ClassifierOptions = field(default_factory=ClassifierOptions)
     split: Literal["train", "val", "test"] = "test"
@@ -116,9 +116,6 @@ class EvaluateOptions:
     report: bool = True
 
     def __post_init__(self) -> None:
-        if not self.data:
-            msg = "data: name demo, a folder of pictures, shards, or module:callable(option=value)."
-            raise ValueError(msg)
         for name in ("limit", "batch_size", "chunk_size", "processes", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:

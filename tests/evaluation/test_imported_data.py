@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aha.data.demo import DEMO_CLASSIFIERS
+from aha.data.demo import DEMO_CLASSIFIERS, load_demo_classifier
+from aha.evaluation.data import open_data
 from aha.evaluation.evaluate import ClassifierOptions, EvaluateOptions, evaluate
 from aha.evaluation.imported_data import names_callable, open_imported
 
@@ -62,7 +63,7 @@ def test_what_is_no_data_set_is_said(data: str, error: type[Exception], message:
         open_imported(f"{HERE}:Squares", split="test", size=(8, 8))
 
 
-def test_no_data_is_said_at_once(tmp_path) -> None:
+def test_no_data_is_said() -> None:
     with pytest.raises(ValueError, match="name demo, a folder"):
-        EvaluateOptions(explainers="random", output=str(tmp_path), data=None)
+        open_data(None, load_demo_classifier("vit"))
     assert not names_callable("demo") and not names_callable("pipe:cat x.tar")
