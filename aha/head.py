@@ -165,9 +165,8 @@ class Level(nn.Module):
     ) -> Tensor:
         y = 0 if x is None else resize(self.below(x), grid, self.upsampling)
         for i, (feature, project) in enumerate(zip(features, self.project, strict=True)):
-            y = y + (
-                project(feature) if vectors is None else project(feature) * self.gate[i](vectors)[:, :, None, None]
-            )
+            projected = project(feature)
+            y = y + (projected if vectors is None else projected * self.gate[i](vectors)[:, :, None, None])
         if self.stem is not None:
             y = y + self.stem(resize(images - 0.5, grid, "area"))
         return y + self.out(F.gelu(self.mix(self.norm(y))))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning import LightningDataModule
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from aha.data.cutouts import STAMP_CLASSES, STAMPS, CutoutDataset
-from aha.data.demo_datamodule import StepStream
-from aha.data.pipeline import collate
+from aha.data.step_stream import _StepDataModule
 
 ENDLESS = 2**31  # scenes are drawn when asked for; none comes twice but by chance
 
 
-class CutoutDataModule(LightningDataModule):
+class CutoutDataModule(_StepDataModule):
     """Scenes of :class:`~aha.data.cutouts.CutoutDataset`; training draws batch s as a function of (seed, s) alone.
 
     Args:
@@ -44,33 +42,17 @@ class CutoutDataModule(LightningDataModule):
         seed: int = 0,
         classes: dict[str, list[str]] | None = None,
     ) -> None:
-        super().__init__()
-        for name, value in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
-            if value < 1:
-                msg = f"{name} must be at least 1, got {value}."
-                raise ValueError(msg)
-        self.batch_size, self.eval_batch_size, self.epoch_length = batch_size, eval_batch_size, epoch_length
-        self.val_length, self.test_length, self.seed = val_length, test_length, seed
+        super().__init__(batch_size=batch_size, eval_batch_size=eval_batch_size, seed=seed)
+        self.epoch_length, self.val_length, self.test_length = epoch_length, val_length, test_length
         self.image_size = (image_size, image_size)
         self.options: dict[str, Any] = {"stamps": stamps, "backgrounds": backgrounds, "size": image_size, "seed": seed}
         self.options["classes"] = STAMP_CLASSES if classes is None else classes
 
     def train_dataloader(self) -> DataLoader:
-        trainer = self.trainer
-        # A run by steps is one long epoch, so that its progress bar shows the time that remains.
-        epoch = max(self.epoch_length // (self.batch_size * trainer.world_size), 1)
-        steps = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps > 0 else epoch
-        data = CutoutDataset("train", length=ENDLESS, **self.options)
-        return DataLoader(StepStream(data, self.batch_size, steps, self.seed, trainer), batch_size=None)
+        return self._train(CutoutDataset("train", length=ENDLESS, **self.options), self.epoch_length)
 
     def val_dataloader(self) -> DataLoader:
         return self._eval(CutoutDataset("val", length=self.val_length, **self.options))
 
     def test_dataloader(self) -> DataLoader:
         return self._eval(CutoutDataset("test", length=self.test_length, **self.options))
-
-    def _eval(self, data: CutoutDataset) -> DataLoader:
-        # Strided, not padded: every sample counts once on any number of processes.
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        share = Subset(data, range(rank, len(data), world))
-        return DataLoader(share, batch_size=self.eval_batch_size, collate_fn=collate)

@@ -135,7 +135,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: the file is cut short, or is no training checkpoint.
     """
-    file = Path(path).expanduser()
+    file = Path(path)
     others = sorted(str(other) for other in file.parent.glob("*.ckpt") if other != file)
     remedy = f"resume from {' or '.join(others)}" if others else "start anew without --ckpt_path"
     if not file.is_file():
