@@ -42,7 +42,7 @@ def keys(loader) -> list[str]:
 EXPECTED = [f"s{number:04d}" for number in range(sum(LENGTHS))]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_evaluation_is_exact_on_four_ranks_with_two_workers_each(shards, method):
     if method == "forkserver":
         multiprocessing.get_context("forkserver").set_forkserver_preload(["aha.data.shards", "aha.data.loaders"])
