@@ -16,6 +16,7 @@ from aha.export.artifact import explainer_config
 from aha.metrics import pointing_game
 from aha.metrics.protocol_run import run_protocol
 from aha.objective import AHAObjective
+from aha.training.averaging import refuse_other_averages
 from aha.training.options import (
     BackboneOptions,
     ClassifierOptions,
@@ -104,6 +105,9 @@ class ExplainerModule(LightningModule):
         self.register_load_state_dict_post_hook(_forgive_frozen)
 
     # --- training -----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        refuse_other_averages(self.trainer)
 
     def configure_optimizers(self) -> dict[str, Any]:
         options: OptimizerOptions = self.options["optimizer"]
@@ -284,4 +288,5 @@ def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 def _forgive_frozen(module: nn.Module, incompatible: Any) -> None:
     missing = incompatible.missing_keys
-    missing[:] = [key for key in missing if not key.startswith(("classifier.", "encoder."))]
+    # Averages of the weights are read as "module.…".
+    missing[:] = [key for key in missing if not key.removeprefix("module.").startswith(("classifier.", "encoder."))]

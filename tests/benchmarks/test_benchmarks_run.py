@@ -7,12 +7,15 @@ import json
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from aha.cli import evaluate, train
 from tests.benchmarks import (
     demo_training,
     explain,
+    photo_study,
     profile_step,
     quality,
     reference_step,
@@ -89,6 +92,17 @@ data: {init_args: {batch_size: 2, num_workers: 2}}
 trainer: {val_check_interval: 0.5, limit_val_batches: 4}
 """
 
+TINY_PHOTOS = """
+model:
+  classifier: {name: test_vit, pretrained: false, image_size: [64, 64], model_kwargs: {num_classes: 10}}
+  head: {width: 8}
+  objective: {min_grid: 4, max_grid: 4, num_fractions: 2}
+data:
+  class_path: aha.data.datamodules.FolderDataModule
+  init_args: {train: null, batch_size: 2, image_size: 64, num_workers: 0}
+trainer: {accelerator: cpu, logger: false}
+"""
+
 
 def test_scale_on_paper_by_hand(capsys, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
@@ -139,6 +153,38 @@ def test_quality(what, capsys, tmp_path, monkeypatch):
     quality.main([f"--what={what}", "--seconds=0.01", "--steps=1", "--pictures=2", f"--output={output}"])
     assert what in json.loads(output.read_text())
     assert "CPU s" in capsys.readouterr().out
+
+
+def test_photo_study(capsys, tmp_path, monkeypatch):
+    for name in ("train", "new"):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            Image.new("RGB", (64, 64), (120 * i, 90, 200)).save(tmp_path / name / f"{i}.png")
+    (tmp_path / "tiny.yaml").write_text(TINY_PHOTOS)
+    scripts = {"train.py": train.main, "evaluate.py": evaluate.main}
+    calls = []
+
+    def run(script, *arguments, log):
+        calls.append(script)
+        scripts[script]([argument for argument in arguments if "train_samples" not in argument])
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr(photo_study, "run", run)
+    monkeypatch.setattr(photo_study, "CONFIG", tmp_path / "tiny.yaml")
+    shards = [f"--train={tmp_path / 'train'}", f"--held_out={tmp_path / 'new'}", "--samples=2"]
+    arguments = [*shards, "--steps=1", f"--output={tmp_path / 'study'}", "--variants"]
+    photo_study.main([*arguments, "rate 3e-3"])
+    photo_study.main([*arguments, "rate 3e-3", "width 16"])
+    assert calls == ["train.py"] * 2 + ["evaluate.py"] * 2 + ["train.py"] + ["evaluate.py"] * 2  # nothing twice
+    figures = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert list(figures) == ["as configured", "rate 3e-3", "width 16"]
+    assert figures["width 16"]["held out"]["difference"] is not None
+    assert "trained on" in capsys.readouterr().out
+
+
+def test_a_failed_run_of_a_study_shows_its_end(tmp_path):
+    with pytest.raises(SystemExit, match=r"train.py --config=nowhere.yaml\nfailed:\n(.|\n)*nowhere.yaml"):
+        photo_study.run("train.py", "--config=nowhere.yaml", log=tmp_path / "log")
 
 
 def test_reference_masks_by_hand():

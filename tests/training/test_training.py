@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from aha.data.demo_datamodule import DemoDataModule
 from aha.objective import AHAObjective
+from aha.training.averaging import HeadAveraging
 from aha.training.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, read_checkpoint
 from aha.training.module import ExplainerModule
 from aha.training.options import ClassifierOptions, HeadOptions, TargetOptions, TemperatureOptions
@@ -107,6 +109,45 @@ def test_the_classifier_is_bit_identical_after_fit_validation_and_test(tmp_path)
     assert not same(start, head(module))
     assert {"aha/insertion_minus_deletion", "random/deletion", "object_mask/pointing_game"} <= set(module.test_means)
     assert module.test_means["object_mask/pointing_game"] == 1.0
+
+
+def test_averages_of_the_head_leave_the_classifier_alone_and_resume(tmp_path) -> None:
+    class Watch(Callback):
+        """The average as the formula says it, in float64."""
+
+        average: dict = {}
+
+        def on_train_batch_end(self, trainer, module, *args):
+            now = {key: value.double() for key, value in module.head.state_dict().items()}
+            first = not self.average
+            self.average = now if first else {key: 0.8 * self.average[key] + 0.2 * now[key] for key in now}
+
+    watch = Watch()
+    whole = make_module()
+    before = {key: value.clone() for key, value in whole.classifier.model.state_dict().items()}
+    make_trainer(tmp_path, max_steps=6, callbacks=[watch, HeadAveraging(0.8)]).fit(whole, make_data())
+    assert same(before, whole.classifier.model.state_dict())
+    for key, value in whole.head.state_dict().items():
+        torch.testing.assert_close(value.double(), watch.average[key], atol=1e-6, rtol=1e-5)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(tmp_path / "at3.ckpt")
+
+    make_trainer(tmp_path, max_steps=6, callbacks=[HeadAveraging(0.8), Save()]).fit(make_module(), make_data())
+    saved = torch.load(tmp_path / "at3.ckpt", weights_only=True)
+    assert all(key.startswith("head.") for part in ("state_dict", "current_model_state") for key in saved[part])
+    resumed = make_module()
+    trainer = make_trainer(tmp_path, max_steps=6, callbacks=[HeadAveraging(0.8)])
+    trainer.fit(resumed, make_data(), ckpt_path=tmp_path / "at3.ckpt", weights_only=True)
+    assert same(head(resumed), head(whole))
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=1e-3)])
+def test_averages_that_would_change_the_classifier_are_refused(tmp_path, callback) -> None:
+    with pytest.raises(ValueError, match=r"averaging\.HeadAveraging"):
+        make_trainer(tmp_path, max_steps=1, callbacks=[callback]).fit(make_module(), make_data())
 
 
 def test_checkpoints_hold_the_head_alone_and_stay_strict(tmp_path) -> None:
