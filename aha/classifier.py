@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aha.backbone import BackboneOutput, FrozenBackbone
+from aha.class_token import class_token_logits, reads_class_token
 
 
 class ClassifierOutput(NamedTuple):
@@ -80,7 +81,8 @@ class FrozenClassifier(FrozenBackbone):
 
     def forward(self, images: Tensor) -> Tensor:
         """Class logits ``(batch, classes)`` of images ``(batch, 3, H, W)`` in [0, 1]."""
-        return self._tensor(self.model(self.normalize(images)))
+        x = self.normalize(images)
+        return class_token_logits(self.model, x) if reads_class_token(self.model) else self._tensor(self.model(x))
 
     def forward_features(self, images: Tensor) -> ClassifierOutput:
         """Logits and feature maps of images ``(batch, 3, H, W)`` in [0, 1], from one pass."""

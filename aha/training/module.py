@@ -45,6 +45,7 @@ class ExplainerModule(LightningModule):
         optimizer: learning rate and its schedule.
         temperature: of the soft sort.
         targets: which classes are explained in training.
+        compile_classifier: torch.compile it in place: the first step takes a minute or more, those after it less.
         compare: explainers whose validation and test figures stand beside the trained one's.
         seed: of grids, references, fractions, classes and noise; everything random in step s depends on (seed, s).
     """
@@ -58,6 +59,7 @@ class ExplainerModule(LightningModule):
         optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
         temperature: TemperatureOptions = TemperatureOptions(),  # noqa: B008
         targets: TargetOptions = TargetOptions(),  # noqa: B008
+        compile_classifier: bool = False,
         compare: list[str] | None = None,
         seed: int = 0,
     ) -> None:
@@ -94,6 +96,8 @@ class ExplainerModule(LightningModule):
             self.explainer.encoder,
             self.explainer.head,
         )
+        if compile_classifier:
+            self.classifier.compile()
         self.compare = {name: build_explainer(name, self.classifier) for name in compare}
         self.total_steps = 1
         self.bad_steps = 0

@@ -1,8 +1,10 @@
-"""What an evaluation costs beyond the classifier: ``python -m tests.benchmarks.evaluation``.
+"""What an evaluation costs beyond the timm model's own forwards: ``python -m tests.benchmarks.evaluation``.
 
 Prints, from one run, the time of a whole evaluation (pictures drawn, maps, curves, localisation, intervals, files,
 report) over that of the bare classifier forwards that its protocol needs, at the same chunk size and alternating with
-it. The explainer is the centre prior, which costs nothing; starting Python and loading weights are not counted.
+it. The explainer is the centre prior, which costs nothing; starting Python and loading weights are not counted. The
+demo's ViT takes so little for a picture of 64 × 64 that all else weighs most there; ``--classifier`` takes any of timm,
+on JPEGs of ImageNet's size, which are decoded and resized as part of the evaluation.
 """
 
 from __future__ import annotations
@@ -11,32 +13,49 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from aha.classifier import FrozenClassifier
+from aha.data.demo import DEMO_CLASSIFIERS, SIZE
 from aha.evaluation.collect import collect
-from aha.evaluation.data import open_data
+from aha.evaluation.data import Samples, open_data
 from aha.evaluation.evaluate import EvaluateOptions, write_results
 from aha.evaluation.explainers import build_entries
 from aha.evaluation.protocols import count_forwards, get_protocol
 from aha.evaluation.runner import Run, run_evaluation
 from aha.evaluation.store import ResultStore
+from tests.benchmarks.data_pipeline import make_shards
+
+Clock = Callable[[], float]
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--protocol", default="aha")
+    parser.add_argument("--classifier", help="of timm, with random weights; default: the demo's ViT")
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--chunk_size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wall", action="store_true", help="wall time, for a quiet machine; default: processor time")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     torch.set_num_threads(arguments.threads)
     clock = time.perf_counter if arguments.wall else time.process_time
-    classifier = _classifier()
-    samples = open_data("demo", classifier)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.classifier is None:
+            name, kwargs = DEMO_CLASSIFIERS["vit"]
+            classifier, data = FrozenClassifier.from_timm(name, pretrained=False, image_size=SIZE, **kwargs), "demo"
+        else:
+            classifier = FrozenClassifier.from_timm(arguments.classifier, pretrained=False)
+            data = make_shards(Path(folder), arguments.samples)[0]
+        measure(classifier, open_data(data, classifier), arguments, clock)
+
+
+def measure(classifier: FrozenClassifier, samples: Samples, arguments: argparse.Namespace, clock: Clock) -> None:
+    """Both sides in turn."""
     protocol = get_protocol(arguments.protocol)
     entries = build_entries("centre_prior", classifier)
     options = {"limit": arguments.samples, "chunk_size": arguments.chunk_size}
@@ -59,21 +78,12 @@ def main() -> None:
 
 
 @torch.no_grad()
-def _bare(classifier: torch.nn.Module, forwards: int, chunk_size: int, clock: Callable[[], float]) -> float:
+def _bare(classifier: FrozenClassifier, forwards: int, chunk_size: int, clock: Clock) -> float:
     images = torch.rand(chunk_size, 3, *classifier.image_size)
     start = clock()
     for first in range(0, forwards, chunk_size):
-        classifier(images[: min(chunk_size, forwards - first)])
+        classifier.model(classifier.normalize(images[: min(chunk_size, forwards - first)]))
     return clock() - start
-
-
-def _classifier() -> torch.nn.Module:
-    """The demo's ViT with whatever weights: time does not depend on them."""
-    from aha.classifier import FrozenClassifier
-    from aha.data.demo import DEMO_CLASSIFIERS, SIZE
-
-    name, kwargs = DEMO_CLASSIFIERS["vit"]
-    return FrozenClassifier.from_timm(name, pretrained=False, image_size=SIZE, **kwargs)
 
 
 if __name__ == "__main__":

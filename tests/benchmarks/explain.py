@@ -1,4 +1,4 @@
-"""Explanations over the plain classifier forward: ``python -m tests.benchmarks.explain``.
+"""Explanations over the timm model's own forward: ``python -m tests.benchmarks.explain``.
 
 ``--model NAME`` times an untrained head of the default width on another classifier; ``--baselines`` CDAM and GradSkip,
 too. Weights are random, which changes no cost.
@@ -26,12 +26,12 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(parsed.threads)
     torch.manual_seed(0)
     classifier = FrozenClassifier.from_timm(parsed.model, pretrained=False, image_size=parsed.size)
-    explainer = AmortizedExplainer(classifier, **({"width": parsed.width} if parsed.width else {}))
-    images = torch.rand(parsed.batch, 3, *classifier.image_size)
+    explainer = AmortizedExplainer(classifier, **({"width": parsed.width} if parsed.width else {})).to(parsed.device)
+    images = torch.rand(parsed.batch, 3, *classifier.image_size, device=parsed.device)
 
     @torch.no_grad()
     def plain() -> torch.Tensor:
-        return classifier(images)
+        return classifier.model(classifier.normalize(images))
 
     sides = {"plain forward": plain, "explain (logits and map)": lambda: explainer.explain(images)}
     if parsed.baselines:

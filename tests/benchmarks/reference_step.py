@@ -47,7 +47,7 @@ def reference_loss(
         smoothness_weight: λ_s.
     """
     scores = F.adaptive_avg_pool2d(maps, grid).flatten(1)
-    shares = torch.linspace(0, 1, fractions)
+    shares = torch.linspace(0, 1, fractions, device=images.device)
     areas = []
     for signed in (scores, -scores):  # most important first, and least important first
         permutation = gumbel_sinkhorn(signed, temperature=temperature, noise=noise, iterations=iterations)
@@ -66,9 +66,9 @@ def reference_loss(
 def gumbel_sinkhorn(scores: Tensor, *, temperature: float, noise: float, iterations: int) -> Tensor:
     """Soft permutation ``(batch, rank, region)`` of scores ``(batch, n)``."""
     batch, n = scores.shape
-    logits = -((scores[:, None, :] - torch.linspace(1, 0, n)[:, None]) ** 2)
+    logits = -((scores[:, None, :] - torch.linspace(1, 0, n, device=scores.device)[:, None]) ** 2)
     if noise > 0:
-        logits = logits - noise * torch.empty(batch, n, n).exponential_().log()
+        logits = logits - noise * torch.empty_like(logits).exponential_().log()
     logits = logits / temperature
     for _ in range(iterations):
         logits = logits - torch.logsumexp(logits, 1, keepdim=True)

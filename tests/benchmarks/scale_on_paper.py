@@ -48,6 +48,7 @@ class Costs:
     encode: int
     head: int
     perturbed: int
+    forward: int
     parameters: int
 
     def training(self, fractions: int) -> int:
@@ -57,11 +58,11 @@ class Costs:
     @property
     def curves(self) -> int:
         """Hard curves of one explainer on one picture."""
-        return self.encode * HARD_FORWARDS
+        return self.forward * HARD_FORWARDS
 
 
 def count(module: ExplainerModule) -> Costs:
-    """Count by running: a picture through the classifier, the head both ways, one perturbed image both ways."""
+    """Count by running: encoding a picture, the head both ways, one perturbed image both ways, one forward alone."""
     images = torch.rand(1, 3, *module.classifier.image_size)
     with sdpa_kernel(SDPBackend.MATH):  # fused attention counts as nothing
         with FlopCounterMode(display=False) as encode:
@@ -74,7 +75,9 @@ def count(module: ExplainerModule) -> Costs:
         reference = make_reference(images, "mean", data_mean=module.classifier.mean)
         with FlopCounterMode(display=False) as perturbed:
             soft_scores(module.classifier, images, reference, masks, targets, grid=grid).sum().backward()
-    counted = [counter.get_total_flops() for counter in (encode, head, perturbed)]
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            module.classifier(images)
+    counted = [counter.get_total_flops() for counter in (encode, head, perturbed, forward)]
     return Costs(*counted, sum(p.numel() for p in module.head.parameters()))
 
 

@@ -17,8 +17,8 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = options.parse_args(arguments)
     torch.set_num_threads(parsed.threads)
     torch.manual_seed(0)
-    scores = torch.randn(parsed.batch, parsed.regions)
-    fractions = torch.linspace(0, 1, parsed.fractions)
+    scores = torch.randn(parsed.batch, parsed.regions, device=parsed.device)
+    fractions = torch.linspace(0, 1, parsed.fractions, device=parsed.device)
 
     def run(method: str, iterations: int | None = None) -> None:
         leaf = scores.clone().requires_grad_()

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from aha.cli import evaluate, train
 from tests.benchmarks import (
     demo_training,
+    evaluation,
     explain,
     photo_study,
     profile_step,
@@ -22,6 +23,7 @@ from tests.benchmarks import (
     scale_on_paper,
     scaling,
     soft_sort,
+    step_options,
     timing,
     training_step,
 )
@@ -55,6 +57,14 @@ def test_peak_memory_is_measured_in_processes_of_their_own(capsys):
     assert "MiB above idle" in capsys.readouterr().out
 
 
+def test_step_options(capsys, monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiler(call, backend="eager"))  # no C++ compiler
+    step_options.main([*TOY, "--classifier=test_vit", "--batch=1", "--grid=4", "--chunks", "5"])
+    printed = capsys.readouterr().out
+    assert all(side in printed for side in ("bf16-mixed", "compiled", "taken apart", "chunks of 5"))
+
+
 def test_soft_sort(capsys):
     soft_sort.main(["--rounds=1", "--regions=16", "--batch=2", "--fractions=4"])
     assert "n × n" in capsys.readouterr().out
@@ -63,6 +73,12 @@ def test_soft_sort(capsys):
 def test_explain(capsys):
     explain.main([*TOY, "--model=test_vit", "--batch=1", "--baselines"])
     assert "gradskip" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("classifier", [[], ["--classifier=test_vit"]], ids=["demo", "timm"])
+def test_evaluation(classifier, capsys):
+    evaluation.main([*classifier, "--samples=2", "--repeats=1"])
+    assert "with intervals and report" in capsys.readouterr().out
 
 
 def test_profile(capsys):
@@ -112,7 +128,7 @@ def test_scale_on_paper_by_hand(capsys, tmp_path):
     assert [row[1] for row in rows] == ["400", "100"]
     assert [row[4] for row in rows] == ["66.67", "16.67"]  # 800 / (GPUs · 2 · 0.1) seconds
     assert [row[-1] for row in rows] == ["input |", "input |"]
-    costs = scale_on_paper.Costs(encode=10, head=3, perturbed=20, parameters=1000)
+    costs = scale_on_paper.Costs(encode=10, head=3, perturbed=20, forward=10, parameters=1000)
     plan = scale_on_paper.Plan(costs, 2, 1.0, 600, 5, 1, 7, 9, flops=1.0, wire=8.0)
     assert plan.minutes(2) == pytest.approx(
         {

@@ -1,4 +1,7 @@
-"""Fair timing on a busy machine: the sides take turns, and processor time stands beside wall time."""
+"""Fair timing on a busy machine: the sides take turns, and processor time stands beside wall time.
+
+With ``--device cuda`` the clocks wait for the device, and wall time is what counts; nobody has yet run that.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda")
     return options
 
 
@@ -29,11 +33,15 @@ def alternate(sides: dict[str, Callable[[], object]], rounds: int, *, warm_up: b
     if warm_up:
         for run in sides.values():
             run()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
     times: Times = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
             wall, processor = time.perf_counter(), time.process_time()
             run()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             times[name].append((time.perf_counter() - wall, time.process_time() - processor))
     return times
 
@@ -63,7 +71,13 @@ def peak_above_idle(module: str, arguments: Sequence[str]) -> float:
 
 
 def measure_peak(run: Callable[[], object]) -> None:
-    """Print this process's peak resident memory during ``run`` above what it holds before, in MiB (Linux)."""
+    """Print the peak memory during ``run`` above what is held before, in MiB: CUDA's, or this process's (Linux)."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        idle = torch.cuda.memory_allocated()
+        run()
+        print(json.dumps({"peak_mib": (torch.cuda.max_memory_allocated() - idle) / 2**20}))
+        return
     torch.zeros(1)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     idle = _status("VmRSS")

@@ -39,8 +39,8 @@ class Step:
             for value in classifier.model.parameters():
                 value.add_(0.05 * torch.randn_like(value))
             classifier.class_weight.mul_(5)
-        self.explainer = AmortizedExplainer(classifier)
-        blobs = torch.rand(options.batch, 3, 7, 7)
+        self.explainer = AmortizedExplainer(classifier).to(options.device)
+        blobs = torch.rand(options.batch, 3, 7, 7, device=options.device)
         self.images = F.interpolate(blobs, size=classifier.image_size, mode="bilinear").contiguous()
         model = copy.deepcopy(classifier.model)
         model.set_grad_checkpointing(True)
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     sides = {"ours": step.ours, "published": step.published}
     if parsed.fractions > 6:
         sides["ours, 6 stratified"] = lambda: step.ours(6, fraction_sampling="stratified")
-    report(alternate(sides, parsed.rounds, warm_up=False), over="ours")
+    report(alternate(sides, parsed.rounds, warm_up=parsed.device.type != "cpu"), over="ours")
 
 
 SIDES = ("published", "ours")

@@ -206,7 +206,7 @@ def test_curve_metrics(classifier, kind, name, protocol):
     shared = kind(classifier, protocol=protocol)
     shared.update(result)
     close(metric.compute(), float(result.metrics[name].nanmean()))
-    assert metric.compute() == pytest.approx(float(shared.compute()), abs=1e-9)
+    assert metric.compute() == pytest.approx(float(shared.compute()), abs=1e-7)  # another batch rounds otherwise
     assert (int(metric.count), int(metric.excluded), int(metric.constant)) == (6, 1, 2)
     fractions, curve = metric.mean_curve()
     close(curve, result.curves[name].nanmean(0).tolist())

@@ -210,6 +210,23 @@ def test_bf16_mixed_runs_and_stays_finite(tmp_path) -> None:
     assert all(value.isfinite().all() and value.dtype == torch.float32 for value in head(module).values())
 
 
+def test_a_compiled_classifier_trains_the_same_head(tmp_path, monkeypatch) -> None:
+    plain = make_module(compare=["cdam"])
+    make_trainer(tmp_path, max_steps=3).fit(plain, make_data())
+    calls, compiler = [], torch.compile
+    backend = lambda graph, _inputs: calls.append(graph) or graph.forward  # noqa: E731 - in place of a C++ compiler
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiler(call, backend=backend))
+    module = make_module(compare=["cdam"], compile_classifier=True)
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.fit(module, make_data())
+    assert calls
+    for key, value in head(plain).items():
+        torch.testing.assert_close(module.head.state_dict()[key], value, atol=1e-5, rtol=1e-4)
+    trainer.test(module, make_data(), verbose=False)
+    assert "cdam/insertion" in module.test_means
+    assert set(module.state_dict()) == set(plain.state_dict())
+
+
 def test_schedules_follow_their_formulas(tmp_path) -> None:
     module = make_module(temperature=TemperatureOptions(start=1.0, end=0.25))
     seen = []
