@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -12,6 +11,8 @@ from typing import Any
 import timm
 from timm.models import load_checkpoint, load_state_dict, resolve_model_input_args
 from torch import Tensor, nn
+
+from aha.nearest import nearest
 
 
 def resolve_path(path: str | Path) -> Path:
@@ -55,7 +56,7 @@ def check_name(name: str) -> None:
             msg = f"timm has no pretrained tag {tag!r} for {base}. Known: {', '.join(tags) or 'none'}."
             raise ValueError(msg)
         return
-    near = difflib.get_close_matches(base.rpartition("/")[2], timm.list_models(), n=4, cutoff=0.4)
+    near = nearest(base.rpartition("/")[2], timm.list_models(), count=4)
     hub = f" For a model on the Hugging Face hub write 'hf-hub:{name}'." if "/" in name else ""
     msg = f"timm has no model {name!r}. Nearest: {', '.join(near) or 'none'}. See timm.list_models('*vit*').{hub}"
     raise ValueError(msg)

@@ -26,7 +26,8 @@ def test_config_file_does_the_same_as_options(classifier_options, tmp_path: Path
         )
     )
     assert main(["--config", str(config), "--output", str(tmp_path / "a")]) == 0
-    assert "deletion ↓" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "deletion ↓" in printed and "Report:" not in printed and "results.json" in printed
     arguments = [f"--{key}={str(value).lower()}" for key, value in common.items()]
     arguments += ["--explainers", "random,rise(num_masks=4)", "--output", str(tmp_path / "b")]
     arguments += [
