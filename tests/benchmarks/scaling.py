@@ -1,4 +1,4 @@
-"""Cost of a step by regions, fractions and batch; memory by fractions: ``python -m tests.benchmarks.scaling``.
+"""Cost by regions, fractions and batch, memory by fractions and chunk size: ``python -m tests.benchmarks.scaling``.
 
 Writes a plot to ``--output``. A straight line through the measured points is drawn with each. The sort is shown apart,
 since it alone depends on the number of regions; the other points are whole steps, up to the head's gradients.
@@ -25,13 +25,15 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 
-def step(explainer: AmortizedExplainer, *, batch: int, fractions: int, grid: int) -> None:
+def step(
+    explainer: AmortizedExplainer, *, batch: int, fractions: int, grid: int, chunk_size: int | None = None
+) -> None:
     """Forward and backward of one training step."""
     images = torch.rand(batch, 3, *explainer.classifier.image_size)
     output = explainer.encode(images)
     targets = output.logits.argmax(-1)
     draw = Draw(grid, (0, 0), "mean", (torch.arange(fractions) + 0.5) / fractions)
-    objective = AHAObjective(num_fractions=fractions)
+    objective = AHAObjective(num_fractions=fractions, chunk_size=chunk_size)
     maps = explainer.decode(output, images, targets)
     objective(explainer.classifier, images, maps, targets, draw, temperature=0.3).loss.backward()
 
@@ -51,16 +53,18 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--fractions", type=int, nargs="+", default=[4, 8, 16, 32])
     options.add_argument("--grids", type=int, nargs="+", default=[14, 28, 40, 56])
     options.add_argument("--output", type=Path, default=Path("scaling.png"))
-    options.add_argument("--memory_of", type=int, help="peak memory at this number of fractions, in this process")
+    options.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16, 32])
+    options.add_argument("--memory_of", type=int, nargs=2, help="peak memory, in this process: fractions, chunk size")
     parsed = options.parse_args(arguments)
     torch.set_num_threads(parsed.threads)
     torch.manual_seed(0)
     classifier = FrozenClassifier.from_timm(parsed.classifier, pretrained=False, image_size=parsed.size)
     explainer = AmortizedExplainer(classifier)
-    fixed = dict(batch=parsed.batches[0], fractions=parsed.fractions[0], grid=parsed.size // 4)
+    fixed = dict(batch=parsed.batches[0], fractions=parsed.fractions[0], grid=min(parsed.size // 4, 28))
     if parsed.memory_of:
+        fractions, chunk = parsed.memory_of
         step(explainer, **fixed | {"batch": 1})  # what is loaded once is no part of it
-        measure_peak(lambda: step(explainer, **fixed | {"fractions": parsed.memory_of}))
+        measure_peak(lambda: step(explainer, **fixed | {"fractions": fractions, "chunk_size": chunk}))
         return
     curves = {
         "regions (sort alone)": _milliseconds(parsed, {g * g: lambda g=g: sort(g * g) for g in parsed.grids}),
@@ -72,9 +76,14 @@ def main(arguments: list[str] | None = None) -> None:
         ),
     }
     same = [f"--{k}={getattr(parsed, k)}" for k in ("classifier", "size", "threads")]
-    same += ["--fractions", str(parsed.fractions[0]), "--batches", str(parsed.batches[-1])]
-    memory = {k: peak_above_idle(__spec__.name, [*same, f"--memory_of={k}"]) for k in parsed.fractions}
-    _draw(parsed.output, {name: (points, "ms") for name, points in curves.items()} | {"fractions ": (memory, "MiB")})
+    same += ["--batches", str(parsed.batches[-1]), "--memory_of"]
+    most, least = max(parsed.fractions), min(parsed.chunks)
+    by_fractions = {k: peak_above_idle(__spec__.name, [*same, str(k), str(least)]) for k in parsed.fractions}
+    by_chunk = {c: peak_above_idle(__spec__.name, [*same, str(most), str(c)]) for c in parsed.chunks}
+    panels = {name: (points, "ms") for name, points in curves.items()}
+    panels |= {f"fractions, in chunks of {least}": (by_fractions, "MiB")}
+    panels |= {f"chunk size, {most} fractions": (by_chunk, "MiB")}
+    _draw(parsed.output, panels)
 
 
 def _milliseconds(parsed: argparse.Namespace, sides: dict[int, Callable[[], None]]) -> dict[int, float]:
@@ -89,9 +98,9 @@ def _draw(output: Path, panels: dict[str, tuple[dict[int, float], str]]) -> None
         slope, start = np.polyfit(x, y, 1)
         off = float(np.abs(slope * x + start - y).max() / y.max())
         line = ", ".join(f"{size}: {value:.1f}" for size, value in points.items())
-        print(f"{name.strip():22s}{unit:4s} {line}; off a straight line by at most {off:.1%} of the largest")
+        print(f"{name:28s}{unit:4s} {line}; off a straight line by at most {off:.1%} of the largest")
         axis.plot(x, y, "o", x, slope * x + start, "-")
-        axis.set(xlabel=name.strip(), ylabel=unit, ylim=(0, None), xlim=(0, None))
+        axis.set(xlabel=name, ylabel=unit, ylim=(0, None), xlim=(0, None))
     figure.savefig(output, dpi=120)
     plt.close(figure)
     print(f"plot: {output}")
