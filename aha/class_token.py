@@ -6,28 +6,57 @@ ViT of 12 blocks that is a sixteenth of the work, in one of 4 a fifth, forward a
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import Attention, Block, VisionTransformer
+from timm.layers import DropPath, GluMlp, LayerNorm, Mlp, RmsNorm, SwiGLU
+from timm.layers.activations import QuickGELU
+from timm.models.vision_transformer import Attention, Block, LayerScale, VisionTransformer
 from torch import Tensor, nn
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What works on each token by itself, besides the attention.
+BY_TOKEN = {nn.Linear, nn.Identity, nn.Dropout, DropPath, LayerScale, Mlp, GluMlp, SwiGLU}
+BY_TOKEN |= {nn.LayerNorm, LayerNorm, RmsNorm, nn.GELU, QuickGELU, nn.SiLU}
+AS_WRITTEN = {
+    (kind, name): getattr(kind, name)
+    for kind, names in {
+        VisionTransformer: ("forward", "forward_features", "forward_head", "pool"),
+        Block: ("forward",),
+        Attention: ("forward",),
+    }.items()
+    for name in names
+}
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 def reads_class_token(model: nn.Module) -> bool:
     """Whether :func:`class_token_logits` is this model's forward pass: timm's plain ViT, token pooling, as it came.
 
-    Not while anything watches or replaces a part of the last block, or the model is compiled or checkpoints.
+    Not while anything watches or replaces a part of its end, drops units, or takes attention apart.
     """
     if type(model) is not VisionTransformer or model.global_pool != "token" or model.attn_pool is not None:
         return False
-    block = model.blocks[-1]
-    plain = type(block) is Block and type(block.attn) is Attention and block.attn.gate is None
-    if not plain or model.grad_checkpointing or model.training:
+    if type(model.blocks) is not nn.Sequential or model.grad_checkpointing or model._compiled_call_impl:
         return False
-    return not any(
-        "forward" in vars(part) or part._compiled_call_impl or any(getattr(part, hooks) for hooks in HOOKS)
-        for part in (model, model.blocks, *block.modules())
-    )
+    block = model.blocks[-1]
+    if type(block) is not Block or type(block.attn) is not Attention:
+        return False
+    if block.attn.gate is not None or not block.attn.fused_attn or type(block.attn.qkv) is not nn.Linear:
+        return False
+    if any(getattr(kind, name) is not method for (kind, name), method in AS_WRITTEN.items()):
+        return False
+    if any(getattr(torch.nn.modules.module, f"_global_{hooks}") for hooks in HOOKS):
+        return False
+    parts = [part for part in (*block.modules(), *model.norm.modules()) if part not in (block, block.attn)]
+    if any(type(part) not in BY_TOKEN for part in parts):
+        return False
+    return all(untouched(part) for part in (model, model.blocks, block, block.attn, *parts))
+
+
+def untouched(part: nn.Module) -> bool:
+    """In eval mode, without hooks, none of its methods replaced."""
+    if part.training or any(getattr(part, f"_{hooks}") for hooks in HOOKS):
+        return False
+    return not any(callable(getattr(type(part), name, None)) for name in vars(part))
 
 
 def class_token_logits(model: VisionTransformer, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import nn
 
 from aha.class_token import class_token_logits, reads_class_token
@@ -70,41 +71,94 @@ def test_other_models_run_as_they_are(name, changes) -> None:
     assert torch.equal(classifier(images), model(classifier.normalize(images)))
 
 
-def watch(model: nn.Module, what: str) -> object:
-    block = model.blocks[-1]
-    if what == "hook on the block":
-        return block.register_forward_hook(lambda *_: None)
-    if what == "hook on the attention's projection":
-        return block.attn.qkv.register_forward_pre_hook(lambda *_: None)
-    if what == "backward hook on the model":
-        return model.register_full_backward_hook(lambda *_: None)
-    if what == "another forward":
-        block.attn.forward = lambda x, **_: torch.zeros_like(x)
-    elif what == "compiled":
-        model.compile(backend="eager")
-    elif what == "checkpoints":
-        model.set_grad_checkpointing(True)
-    return None
+class Twice(nn.Linear):
+    """As a quantised or low-rank layer might: a Linear by its type, not by what it does."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "hook on the block",
-        "hook on the attention's projection",
-        "backward hook on the model",
-        "another forward",
-        "compiled",
-        "checkpoints",
-    ],
-)
+class Mixed(nn.Module):
+    """Not by token."""
+
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+class Backwards(nn.Sequential):
+    def forward(self, x):
+        for block in reversed(self):
+            x = block(x)
+        return x
+
+
+def retype(module: nn.Module, kind: type) -> None:
+    module.__class__ = kind
+
+
+def put(module: nn.Module, name: str, value: object) -> None:
+    setattr(module, name, value)
+
+
+def every_part(model: nn.Module, change) -> None:
+    for part in model.modules():
+        change(part)
+
+
+CHANGES = {
+    "hook on the block": lambda m: m.blocks[-1].register_forward_hook(lambda *_: None),
+    "hook on a layer": lambda m: m.blocks[-1].attn.qkv.register_forward_pre_hook(lambda *_: None),
+    "hook on the norm": lambda m: m.norm.register_forward_hook(lambda *_: None),
+    "backward hook on the model": lambda m: m.register_full_backward_hook(lambda *_: None),
+    "global hook": lambda _: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "block's forward": lambda m: put(m.blocks[-1], "forward", lambda x, **_: 2 * x),
+    "attention's forward": lambda m: put(m.blocks[-1].attn, "forward", lambda x, **_: torch.zeros_like(x)),
+    "features": lambda m: put(m, "forward_features", lambda x, **_: m.norm(2 * m.patch_embed(x))),
+    "pooling": lambda m: put(m, "pool", lambda x, **_: x.mean(1)),
+    "compiled": lambda m: m.compile(backend="eager"),
+    "checkpoints": lambda m: m.set_grad_checkpointing(True),
+    "attention taken apart": lambda m: every_part(m, lambda part: put(part, "fused_attn", False)),
+    "dropout": lambda m: m.blocks[-1].attn.proj_drop.train(),
+    "linear by type only": lambda m: retype(m.blocks[-1].attn.qkv, Twice),
+    "mixing MLP": lambda m: put(m.blocks[-1], "mlp", nn.Sequential(m.blocks[-1].mlp, Mixed())),
+    "mixing scale": lambda m: put(m.blocks[-1], "ls1", Mixed()),
+    "mixing norm": lambda m: put(m, "norm", nn.Sequential(m.norm, Mixed())),
+    "other order": lambda m: retype(m.blocks, Backwards),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
 def test_nothing_is_passed_by_that_watches_or_replaces(what) -> None:
     model = build()
-    handle = watch(model, what)
+    handle = CHANGES[what](model)
+    try:
+        assert not reads_class_token(model)
+        if what not in ("dropout", "compiled"):
+            classifier = FrozenClassifier(model, image_size=32)
+            images = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+            assert torch.equal(classifier(images), classifier.model(classifier.normalize(images)))
+    finally:
+        if handle is not None and hasattr(handle, "remove"):
+            handle.remove()
+            assert reads_class_token(model)
+
+
+@pytest.mark.parametrize("kind", [Block, Attention, VisionTransformer])
+def test_a_method_replaced_for_all_is_not_passed_by(kind, monkeypatch) -> None:
+    model, forward = build(), kind.forward
+    assert reads_class_token(model)
+    monkeypatch.setattr(kind, "forward", lambda self, x, **kwargs: 2 * forward(self, x, **kwargs))
     assert not reads_class_token(model)
-    if handle is not None:
-        handle.remove()
-        assert reads_class_token(model)
+
+
+def test_gradients_of_gradients_with_attention_taken_apart() -> None:
+    model = build()
+    every_part(model, lambda part: put(part, "fused_attn", False))
+    classifier = FrozenClassifier(model, image_size=32)
+    images = torch.rand(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(classifier(images)[:, 0].sum(), images, create_graph=True)
+    gradient.square().sum().backward()
+    assert images.grad.abs().max() > 0
 
 
 def test_the_classifier_takes_the_short_way_and_hooks_see_all_tokens() -> None:

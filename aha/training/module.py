@@ -292,5 +292,4 @@ def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 def _forgive_frozen(module: nn.Module, incompatible: Any) -> None:
     missing = incompatible.missing_keys
-    # Averages of the weights are read as "module.…".
-    missing[:] = [key for key in missing if not key.removeprefix("module.").startswith(("classifier.", "encoder."))]
+    missing[:] = [key for key in missing if not key.startswith(("classifier.", "encoder."))]

@@ -111,37 +111,74 @@ def test_the_classifier_is_bit_identical_after_fit_validation_and_test(tmp_path)
     assert module.test_means["object_mask/pointing_game"] == 1.0
 
 
-def test_averages_of_the_head_leave_the_classifier_alone_and_resume(tmp_path) -> None:
+class Formula(Callback):
+    """The average as the formula says it, in float64."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self.average = decay, {}
+
+    def on_train_start(self, trainer, module):
+        self.average = {key: value.double() for key, value in module.head.state_dict().items()}
+
+    def on_train_batch_end(self, trainer, module, *args):
+        for key, value in module.head.state_dict().items():
+            self.average[key] = self.decay * self.average[key] + (1 - self.decay) * value.double()
+
+
+def test_averages_of_the_head_leave_the_classifier_alone(tmp_path) -> None:
+    formula, module = Formula(0.8), make_module()
+    with torch.no_grad():  # signed zeros, as in pruned models, are what rounding tells apart
+        for parameter in module.classifier.parameters():
+            parameter.mul_(torch.rand_like(parameter) > 0.5)
+    before, seen = module.classifier.fingerprint(), []
+
     class Watch(Callback):
-        """The average as the formula says it, in float64."""
+        def on_validation_batch_start(self, trainer, module, *args):
+            seen.append((module.classifier.fingerprint(), head(module), dict(formula.average)))
 
-        average: dict = {}
+    training = dict(max_steps=6, limit_val_batches=1, val_check_interval=3)
+    make_trainer(tmp_path, callbacks=[formula, HeadAveraging(0.8), Watch()], **training).fit(module, make_data())
+    assert module.classifier.fingerprint() == before
+    assert len(seen) == 2
+    for fingerprint, validated, average in [*seen, (before, head(module), formula.average)]:
+        assert fingerprint == before
+        for key, value in validated.items():
+            torch.testing.assert_close(value.double(), average[key], atol=1e-6, rtol=1e-5)
 
-        def on_train_batch_end(self, trainer, module, *args):
-            now = {key: value.double() for key, value in module.head.state_dict().items()}
-            first = not self.average
-            self.average = now if first else {key: 0.8 * self.average[key] + 0.2 * now[key] for key in now}
 
-    watch = Watch()
-    whole = make_module()
-    before = {key: value.clone() for key, value in whole.classifier.model.state_dict().items()}
-    make_trainer(tmp_path, max_steps=6, callbacks=[watch, HeadAveraging(0.8)]).fit(whole, make_data())
-    assert same(before, whole.classifier.model.state_dict())
-    for key, value in whole.head.state_dict().items():
-        torch.testing.assert_close(value.double(), watch.average[key], atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("stopped_by", ["checkpoint", "error in validation", "flag", "end"])
+def test_a_run_with_averages_resumes_exactly(stopped_by, tmp_path) -> None:
+    def trainer(*callbacks, **changes):
+        usual = dict(max_steps=6, max_epochs=5, limit_val_batches=1, val_check_interval=3)
+        return make_trainer(tmp_path, callbacks=[*callbacks, HeadAveraging(0.8)], **usual | changes)
 
-    class Save(Callback):
+    class Stop(Callback):
         def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(tmp_path / "at3.ckpt")
+            if trainer.global_step == 3 and stopped_by == "checkpoint":
+                trainer.save_checkpoint(path)
+            trainer.should_stop = trainer.global_step == 3 and stopped_by == "flag"
 
-    make_trainer(tmp_path, max_steps=6, callbacks=[HeadAveraging(0.8), Save()]).fit(make_module(), make_data())
-    saved = torch.load(tmp_path / "at3.ckpt", weights_only=True)
-    assert all(key.startswith("head.") for part in ("state_dict", "current_model_state") for key in saved[part])
+        def on_validation_batch_start(self, trainer, *args):
+            if stopped_by == "error in validation":
+                msg = "stop"
+                raise RuntimeError(msg)
+
+    whole, path = make_module(), tmp_path / "last.ckpt"
+    trainer().fit(whole, make_data())
+    last = [] if stopped_by == "checkpoint" else [LastCheckpoint(path, minutes=1e9)]
+    with contextlib.suppress(RuntimeError):
+        first = trainer(*last, enable_checkpointing=bool(last), max_steps=3 if stopped_by == "end" else 6)
+        first.callbacks.append(Stop())
+        first.fit(make_module(), make_data())
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == 3 and all(key.startswith("head.") for key in saved["state_dict"])
+    assert not same(saved["head_in_training"], {k.removeprefix("head."): v for k, v in saved["state_dict"].items()})
     resumed = make_module()
-    trainer = make_trainer(tmp_path, max_steps=6, callbacks=[HeadAveraging(0.8)])
-    trainer.fit(resumed, make_data(), ckpt_path=tmp_path / "at3.ckpt", weights_only=True)
-    assert same(head(resumed), head(whole))
+    trainer().fit(resumed, make_data(), ckpt_path=path, weights_only=True)
+    if stopped_by != "end":  # a run made for three steps has another schedule
+        assert same(head(resumed), head(whole))
+    plain = make_module()
+    make_trainer(tmp_path, max_steps=6).fit(plain, make_data(), ckpt_path=path, weights_only=True)
 
 
 @pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=1e-3)])
