@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from aha.cli.memory import keep_freed_memory
 from aha.cli.messages import CommandParser, guarded
 from aha.evaluation.evaluate import EvaluateOptions, evaluate
 from aha.evaluation.results import terminal_table
@@ -29,6 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = build_parser()
     values = parser.instantiate(parser.parse_args(_expand(sys.argv[1:] if args is None else list(args)))).as_dict()
     values.pop("config", None)
+    keep_freed_memory()
     return guarded(lambda: show(evaluate(EvaluateOptions(**values)), Path(values["output"])), "evaluate")
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import aha.data.demo_datamodule  # noqa: F401 - so that its short class name is known to --data
+from aha.cli.memory import keep_freed_memory
 from aha.cli.messages import BriefErrors
 from aha.export.artifact import save_artifact
 from aha.training.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint, read_checkpoint
@@ -105,6 +106,7 @@ def main(args: list[str] | None = None) -> None:
     """Run the command line; ``args`` default to the process's own."""
     started = time.perf_counter()
     quiet()
+    keep_freed_memory()
     try:
         cli = build(args)
         resumed = cli.config.ckpt_path

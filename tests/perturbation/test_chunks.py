@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -13,6 +15,14 @@ def test_on_a_cpu_the_image_size_and_the_threads_decide(vit, monkeypatch):
     assert sizes == [256, 78, 6, 1]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert chunks.automatic_chunk_size(vit, torch.empty(1, 3, 224, 224)) == 26
+
+
+def test_one_thread_runs_pointwise_convolutions_in_sixteens(small_cnn, monkeypatch):
+    image, pointwise = torch.empty(1, 3, 224, 224), copy.deepcopy(small_cnn)
+    pointwise.model.extra = torch.nn.Conv2d(4, 4, 1)
+    for threads, sizes in ((1, [6, 16]), (2, [13, 13])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        assert [chunks.automatic_chunk_size(model, image) for model in (small_cnn, pointwise)] == sizes
 
 
 @pytest.mark.parametrize(
