@@ -207,7 +207,7 @@ def test_photo_study(capsys, tmp_path, monkeypatch):
     photo_study.main([*arguments, "rate 3e-3", "width 16"])
     assert calls == ["train.py"] * 2 + ["evaluate.py"] * 2 + ["train.py"] + ["evaluate.py"] * 2  # nothing twice
     figures = json.loads((tmp_path / "study" / "study.json").read_text())
-    assert list(figures) == ["as configured", "rate 3e-3", "width 16"]
+    assert list(figures) == ["base", "rate 3e-3", "width 16"]
     assert figures["width 16"]["held out"]["difference"] is not None
     assert "trained on" in capsys.readouterr().out
 
