@@ -11,18 +11,19 @@ import torch
 
 from aha.data.pipeline import stream_seed
 
-Augmentation = Literal["flip", "random_resized_crop"]
+Augmentation = Literal["flip", "random_resized_crop", "color_jitter"]
 
 
 def augment_batch(batch: dict[str, Any], augmentations: Sequence[Augmentation], *, seed: int = 0) -> dict[str, Any]:
-    """Flip and/or crop the images of a batch, and its masks along with them.
+    """Flip, crop and recolour the images of a batch, and flip and crop its masks along with them.
 
     The draw depends on ``seed`` and the batch's keys alone: a resumed run repeats it, ranks differ, and torch's own
     random state stays untouched.
 
     Args:
         batch: with ``image`` (B,3,H,W) uint8 or float in [0,1], ``key``, and perhaps ``mask`` (B,1,H,W) bool.
-        augmentations: ``"flip"`` (left-right, half of the time), ``"random_resized_crop"`` (area 0.35 to 1).
+        augmentations: ``"flip"`` (left-right, half of the time), ``"random_resized_crop"`` (area 0.35 to 1),
+            ``"color_jitter"`` (brightness, contrast and saturation by up to 0.4, hue by up to 0.1 of a turn).
         seed: of the run and epoch.
 
     Returns:
@@ -34,6 +35,7 @@ def augment_batch(batch: dict[str, Any], augmentations: Sequence[Augmentation], 
     made = {
         "random_resized_crop": lambda: K.RandomResizedCrop(size, scale=(0.35, 1.0), resample="bilinear"),
         "flip": lambda: K.RandomHorizontalFlip(p=0.5),
+        "color_jitter": lambda: K.ColorJitter(0.4, 0.4, 0.4, 0.1),
     }
     names = ["image", "mask"] if "mask" in batch else ["image"]
     steps = K.AugmentationSequential(*(made[name]() for name in made if name in augmentations), data_keys=names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 
@@ -44,9 +44,9 @@ class _StreamDataModule(pl.LightningDataModule):
                 f"{max_bad_rate}."
             )
             raise ValueError(msg)
-        unknown = set(augment) - {"flip", "random_resized_crop"}
+        unknown = set(augment) - set(get_args(Augmentation))
         if unknown:
-            msg = f"unknown augmentations {sorted(unknown)}; choose among 'flip' and 'random_resized_crop'."
+            msg = f"unknown augmentations {sorted(unknown)}; choose among {', '.join(get_args(Augmentation))}."
             raise ValueError(msg)
         test = paths["test"] if paths["test"] is not None else paths["val"]
         self.paths = {**paths, "test": test, "predict": paths["predict"] if paths["predict"] is not None else test}
@@ -168,7 +168,7 @@ class ShardDataModule(_StreamDataModule):
         shuffle_buffer: encoded samples per worker among which training draws.
         seed: of the training order and augmentation.
         max_bad_rate: share of unreadable samples above which the run stops.
-        augment: any of "flip" and "random_resized_crop", on the device, while training.
+        augment: any of "flip", "random_resized_crop" and "color_jitter", on the device, while training.
         source_retries: attempts after a failing read before the run stops.
         source_backoff: seconds before the first of these, doubled each time.
         allow_pipe: permit pipe: addresses, which run a shell command.
@@ -256,7 +256,7 @@ class FolderDataModule(_StreamDataModule):
         worker_start: how these start: fork, forkserver or spawn; default: the platform's way.
         seed: of the training order and augmentation.
         max_bad_rate: share of unreadable pictures above which the run stops.
-        augment: any of "flip" and "random_resized_crop", on the device, while training.
+        augment: any of "flip", "random_resized_crop" and "color_jitter", on the device, while training.
     """
 
     def __init__(

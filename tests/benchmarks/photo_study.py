@@ -31,6 +31,7 @@ VARIANTS: dict[str, list[str]] = {
     "twice the steps": ["--trainer.max_steps=400"],
     "no augmentation": ["--data.augment=[]"],
     "flips only": ["--data.augment=[flip]"],
+    "colours jittered": ["--data.augment=[flip,random_resized_crop,color_jitter]"],
     "width 16": ["--model.head.width=16"],
     "width 192": ["--model.head.width=192"],
     "class vectors": ["--model.head.class_vector=weights"],

@@ -144,6 +144,16 @@ def test_augmentation_moves_masks_along_and_repeats():
     assert both["image"].shape == image.shape and 0 <= both["image"].min() and both["image"].max() <= 1
     agree = ((both["image"][:, :1] > 0.5) == both["mask"]).float().mean()
     assert agree > 0.95
+    photos = {**batch, "image": torch.randint(0, 256, image.shape, dtype=torch.uint8)}
+    recoloured = augment_batch(photos, ["color_jitter"], seed=3)
+    assert torch.equal(recoloured["mask"], batch["mask"])  # nothing has moved
+    changes = (recoloured["image"] - photos["image"] / 255).abs().mean((1, 2, 3))
+    assert (
+        changes.min() > 0.01
+        and changes.std() > 0.01
+        and 0 <= recoloured["image"].min() <= recoloured["image"].max() <= 1
+    )
+    assert torch.equal(recoloured["image"], augment_batch(photos, ["color_jitter"], seed=3)["image"])
     assert "mask" not in augment_batch({k: v for k, v in batch.items() if k != "mask"}, ["random_resized_crop"])
 
 
