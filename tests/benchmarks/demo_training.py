@@ -38,11 +38,16 @@ class Trained(NamedTuple):
 
 
 def make_module(**objective: Any) -> ExplainerModule:
-    """The demo's module with the config's options; the same head every time."""
+    """The demo's module with the config's options and a blank head, the same every time.
+
+    Blank: without the classifier's own evidence, which an untrained head would repeat, and without edges. With them it
+    is as faithful before the first step as after the last, and nothing could be compared.
+    """
     torch.manual_seed(0)
     model = copy.deepcopy(CONFIG["model"]) | {"compare": []}
     model["classifier"] = ClassifierOptions(**model["classifier"])
     model["objective"] = model.get("objective", {}) | objective
+    model["head"] = model["head"] | {"evidence": False, "edges": False}
     return ExplainerModule(**model)
 
 

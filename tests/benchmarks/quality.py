@@ -1,5 +1,7 @@
 """What speed costs in quality, on the demo: ``python -m tests.benchmarks.quality --what time fractions sort``.
 
+Heads start blank (:func:`~tests.benchmarks.demo_training.make_module`), else as ``configs/demo.yaml`` has them.
+
 - ``time``: the published step (:mod:`tests.benchmarks.reference_step`) against the project's defaults as
   ``configs/demo.yaml`` trains: processor time of training until insertion − deletion is within 1 % of the lower of the
   two bests. Same head, data in the same order, learning rate and its schedule; the published step keeps its own sort,
