@@ -41,8 +41,8 @@ def show(results: dict, output: Path) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
     for protocol in results["protocols"]:
         console.print(terminal_table(results, protocol))
-    made = output / "report.html" if results["settings"]["report"] else output / "results.json"
-    console.print(f"{'Report' if made.suffix == '.html' else 'Figures'}: {made}", highlight=False)
+    what, file = ("Report", "report.html") if results["settings"]["report"] else ("Figures", "results.json")
+    console.print(f"{what}: {output / file}", highlight=False)
 
 
 def _expand(args: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,25 +60,29 @@ def run(script: str, *arguments: str, log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         command = [sys.executable, str(REPOSITORY / script), *arguments]
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ, check=False).returncode
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         sys.exit(f"{' '.join(command)}\nfailed:\n" + "\n".join(log.read_text().splitlines()[-15:]))
 
 
-def train(name: str, options: argparse.Namespace) -> Path:
-    """The variant's explainer, trained unless it is there."""
-    folder = options.output / name.replace(" ", "_")
+def folder_of(name: str, output: Path) -> Path:
+    """Where a variant's run is."""
+    return output / name.replace(" ", "_")
+
+
+def train(name: str, options: argparse.Namespace) -> None:
+    """Train the variant unless it is there."""
+    folder = folder_of(name, options.output)
     if not (folder / "summary.json").exists():
         data = [f"--data.train={options.train}", f"--data.train_samples={options.samples}"]
         data += [f"--data.test={options.held_out}"]
         run_options = [f"--config={CONFIG}", f"--output={folder}", f"--trainer.max_steps={options.steps}"]
         run("train.py", *run_options, *data, *BASE, *VARIANTS[name], log=folder / "train.log")
-    return folder / "explainer"
 
 
 def evaluate(names: list[str], data: str, limit: int, output: Path) -> dict[str, dict[str, float]]:
     """Insertion − deletion of each variant, and its difference to the first."""
-    explainers = [f"{name}={output.parent / name.replace(' ', '_') / 'explainer'}" for name in names]
+    explainers = [f"{name}={folder_of(name, output.parent) / 'explainer'}" for name in names]
     arguments = [f"--explainers={','.join(explainers)}", f"--data={data}", f"--limit={limit}", "--protocols=aha"]
     run("evaluate.py", *arguments, f"--output={output}", log=output.parent / f"{output.name}.log")
     rows = json.loads((output / "results.json").read_text())["rows"]

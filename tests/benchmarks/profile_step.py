@@ -21,7 +21,7 @@ from aha.classifier import FrozenClassifier
 from aha.data.demo import DemoDataset
 from aha.explainer import AmortizedExplainer, as_images
 from aha.objective import AHAObjective
-from tests.benchmarks.timing import parser
+from tests.benchmarks.timing import step_parser
 
 PARTS = (
     "data",
@@ -69,11 +69,7 @@ class Stopwatch:
 
 def main(arguments: list[str] | None = None) -> None:
     """Profile and print."""
-    options = parser(__doc__)
-    options.add_argument("--classifier", default="vit_tiny_patch16_224")
-    options.add_argument("--size", type=int, default=224)
-    options.add_argument("--batch", type=int, default=4)
-    options.add_argument("--grid", type=int, default=28)
+    options = step_parser(__doc__)
     options.add_argument("--ops", type=int, default=0)
     parsed = options.parse_args(arguments)
     torch.set_num_threads(parsed.threads)

@@ -1,9 +1,10 @@
 """What options do to the time of a training step: ``python -m tests.benchmarks.step_options --classifier NAME``.
 
-Forward and backward of a fresh head on one batch (6 stratified fractions, one predicted class), by turns: as it is; in
-mixed bfloat16 (``--trainer.precision bf16-mixed``); with the classifier compiled (``--model.compile_classifier true``);
-with its attention taken apart, which explainers that read attention maps need and training keeps fused; with images
-laid out channels first; and with other chunks than the automatic ones (``--model.objective.chunk_size``).
+Forward and backward of a fresh head on one batch (6 stratified fractions, two classes from the same logits), by turns:
+as it is; in mixed bfloat16 (``--trainer.precision bf16-mixed``); with the classifier compiled
+(``--model.compile_classifier true``); with its attention taken apart, which explainers that read attention maps need and
+training keeps fused; with images laid out channels first; and with other chunks than the automatic ones
+(``--model.objective.chunk_size``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aha.perturbation.chunks import automatic_chunk_size
-from tests.benchmarks.timing import alternate, parser, report
+from tests.benchmarks.timing import alternate, report, step_parser
 from tests.benchmarks.training_step import Step
 
 
@@ -46,11 +47,7 @@ def channels_first(run: Callable[[], Tensor]) -> Tensor:
 
 def main(arguments: list[str] | None = None) -> None:
     """Time by turns and print."""
-    options = parser(__doc__)
-    options.add_argument("--classifier", default="vit_tiny_patch16_224")
-    options.add_argument("--size", type=int, default=224)
-    options.add_argument("--batch", type=int, default=4)
-    options.add_argument("--grid", type=int, default=28)
+    options = step_parser(__doc__)
     options.add_argument("--chunks", type=int, nargs="*", default=[2, 16, 48])
     parsed = options.parse_args(arguments)
     parsed.fractions, parsed.temperature, parsed.chunk_size = 6, 0.3, None

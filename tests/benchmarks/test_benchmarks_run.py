@@ -92,21 +92,7 @@ def test_profile(capsys):
 def test_scaling(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "peak_above_idle", lambda *_: 1.0)
     output = tmp_path / "plot.png"
-    sizes = [
-        "--batches",
-        "1",
-        "2",
-        "--fractions",
-        "2",
-        "3",
-        "--grids",
-        "2",
-        "3",
-        "--chunks",
-        "2",
-        "4",
-        f"--output={output}",
-    ]
+    sizes = ["--batches", "1", "2", "--fractions", "2", "3", "--grids", "2", "3", "--chunks", "2", "4"]
     scaling.main([*TOY, *sizes, f"--output={output}"])
     assert output.stat().st_size > 1000
     assert "straight line" in capsys.readouterr().out

@@ -28,6 +28,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return options
 
 
+def step_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The same with what a training step is measured at."""
+    options = parser(doc)
+    options.add_argument("--classifier", default="vit_tiny_patch16_224")
+    options.add_argument("--size", type=int, default=224)
+    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--grid", type=int, default=28)
+    return options
+
+
 def alternate(sides: dict[str, Callable[[], object]], rounds: int, *, warm_up: bool = True) -> Times:
     """Run every side in turn, ``rounds`` times: seconds of wall and of processor time of each run."""
     if warm_up:

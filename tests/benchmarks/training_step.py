@@ -21,7 +21,7 @@ from aha.explainer import AmortizedExplainer
 from aha.objective import AHAObjective, Draw
 from aha.perturbation import make_reference
 from tests.benchmarks.reference_step import reference_loss
-from tests.benchmarks.timing import alternate, measure_peak, parser, peak_above_idle, report
+from tests.benchmarks.timing import alternate, measure_peak, peak_above_idle, report, step_parser
 
 TOLERANCE = 1e-4
 
@@ -103,11 +103,7 @@ def check(step: Step) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Check, time and print."""
-    options = parser(__doc__)
-    options.add_argument("--classifier", default="vit_tiny_patch16_224")
-    options.add_argument("--size", type=int, default=224)
-    options.add_argument("--batch", type=int, default=4)
-    options.add_argument("--grid", type=int, default=28)
+    options = step_parser(__doc__)
     options.add_argument("--fractions", type=int, default=16)
     options.add_argument("--temperature", type=float, default=1.0)
     options.add_argument("--chunk_size", type=int, help="default: the project's")
