@@ -2,7 +2,7 @@
 
 Forward and backward of a fresh head on one batch (6 stratified fractions, two classes from the same logits), by turns:
 as it is; in mixed bfloat16 (``--trainer.precision bf16-mixed``); with the classifier compiled
-(``--model.compile_classifier true``); with its attention taken apart, which explainers that read attention maps need and
+(``--model.compile_classifier true``); with its attention taken apart, which explainers that read attention need and
 training keeps fused; with images laid out channels first; and with other chunks than the automatic ones
 (``--model.objective.chunk_size``).
 """
